@@ -120,12 +120,12 @@ def _progress(total: int | None, tally: Tally) -> Iterator[Callable[[], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("asking", total=total)
-        has_begun = console.is_terminal or total is not None
+        has_started = console.is_terminal or total is not None
 
         def on_done() -> None:
-            nonlocal has_begun
-            if not has_begun:
-                has_begun = True
+            nonlocal has_started
+            if not has_started:
+                has_started = True
                 print("asking; Ctrl-C ends it", file=sys.stderr, flush=True)
             failed = tally.failures.total()
             progress.update(bar, advance=1, description=f"asking ({failed} failed)" if failed else "asking")

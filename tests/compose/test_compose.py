@@ -13,7 +13,7 @@ from nats.errors import Error as NatsError
 
 from serve_common.identities.roles import Role
 from serve_common.nats.client import login_arguments
-from serve_common.nats.login import login_of
+from serve_common.nats.login import build_login
 from tests.compose.stack import DIGITS_REQUESTS, Stack
 from tests.identities import bus_settings
 
@@ -25,7 +25,7 @@ SERVICES = {"nats", "postgres", "prometheus", "ingress", *OURS}
 
 async def connect(stack: Stack, role: str, **options: Any) -> Client:
     """As any NATS client would."""
-    login = login_of(bus_settings(stack.secrets, stack.nats_url, Role(role)))
+    login = build_login(bus_settings(stack.secrets, stack.nats_url, Role(role)))
     options |= login_arguments(login, "", "")
     return await nats.connect(
         stack.nats_url, connect_timeout=30, allow_reconnect=False, max_reconnect_attempts=0, **options

@@ -36,11 +36,11 @@ def selectors(expr: str) -> list[Selector]:
     """Every use of a metric in ``expr``."""
     strings: list[str] = []
 
-    def put_aside(found: re.Match[str]) -> str:
+    def quarantine(found: re.Match[str]) -> str:
         strings.append(found[0])
         return f'"{len(strings) - 1}"'
 
-    text = _STRING.sub(put_aside, expr)
+    text = _STRING.sub(quarantine, expr)
     text = _DURATION.sub(" ", _GROUPING.sub(" ", text))
     return [
         Selector(

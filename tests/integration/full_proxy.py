@@ -21,7 +21,7 @@ UPLOADS = 300
 UPLOAD_BYTES = 5 * MIB
 RSS_BYTES_MAX = 200 * MIB
 """Of the proxy, while they come."""
-KEPT_BYTES_MAX = 24 * MIB
+RETAINED_BYTES_MAX = 24 * MIB
 """Above what the proxy had before, once the memory was given back."""
 GIVEN_BACK_WITHIN_S = 60.0
 
@@ -90,7 +90,7 @@ async def upload_too_much(proxy: Runner) -> Burst:
         most_bytes = max(most_bytes, process.memory_info().rss)
         await asyncio.sleep(0.02)
     ended = time.monotonic()
-    while process.memory_info().rss > before_bytes + KEPT_BYTES_MAX:
+    while process.memory_info().rss > before_bytes + RETAINED_BYTES_MAX:
         if time.monotonic() > ended + GIVEN_BACK_WITHIN_S:
             break
         await asyncio.sleep(0.2)

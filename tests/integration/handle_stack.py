@@ -18,7 +18,7 @@ import msgspec
 from muster.secrets import generate
 from serve_common.config.replica import ReplicaConfig
 from serve_common.identities.roles import Role, call_tags
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag, backend_tag_of
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backend_tag
 from serve_common.nats.client import connect_nats
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
@@ -93,7 +93,7 @@ class HandleStack:
         companions: Mapping[BackendTag, int] | None = None,
     ) -> StartReplicaRequest:
         """For one replica of the class ``name``; a `Leaf` is told its tag."""
-        backend_tag = backend_tag_of(ReplicaTag(tag))
+        backend_tag = parse_backend_tag(ReplicaTag(tag))
         goal = ReplicaGoal(
             replica_tag=ReplicaTag(tag),
             backend_tag=backend_tag,

@@ -10,7 +10,7 @@ from typing import Final, final
 from nats.aio.client import Client
 
 from serve_common.nats.client import close_nats, login_arguments
-from serve_common.nats.login import login_of
+from serve_common.nats.login import build_login
 from serve_common.runtime.settings import BusSettings
 
 _WITHIN_S: Final = 60.0
@@ -42,7 +42,7 @@ class Intruder:
                 inbox_prefix=settings.inbox_prefix.encode(),
                 error_cb=hear,
                 allow_reconnect=False,
-                **login_arguments(login_of(settings), settings.user, settings.password),
+                **login_arguments(build_login(settings), settings.user, settings.password),
             )
             yield cls(client, refusals)
         finally:

@@ -9,7 +9,7 @@ import base64
 import os
 import sys
 
-from serve_replica_host.replica.process import ReplicaProcess, decode_order
+from serve_replica_host.replica.process import ReplicaProcess, decode_start_request
 
 
 class NoMetrics:
@@ -22,7 +22,7 @@ class NoMetrics:
 def main() -> None:
     held = []
     while line := sys.stdin.readline().strip():
-        held.append(ReplicaProcess(decode_order(base64.b64decode(line)), NoMetrics()))
+        held.append(ReplicaProcess(decode_start_request(base64.b64decode(line)), NoMetrics()))
         error = held[-1].start()
         if error is not None:
             sys.exit(error)

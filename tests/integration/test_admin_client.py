@@ -180,7 +180,7 @@ async def test_no_controller_is_known_at_once_and_said_with_the_address(server: 
     async with reach(server, retry_for_s=0.1) as stack:
         # Not after a time-out: this one would never come.
         with pytest.raises(TransientError, match=f"no controller answers at nats://127.0.0.1:{server.port}"):
-            await stack.admin._asker.ask(GetStatus(), attempt_s=NEVER_S)
+            await stack.admin._requester.ask(GetStatus(), attempt_s=NEVER_S)
         stack.caller._retry_for_s = 0.1
         with pytest.raises(TransientError, match="no proxy answers calls"):
             await stack.caller.call("digits", b"", headers={}, timeout_s=NEVER_S)
@@ -231,7 +231,7 @@ async def test_a_request_under_way_ends_when_nats_dies_and_not_at_its_time_out(s
         async with reach(server, retry_for_s=0.1) as stack, asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(kill_once_heard())
             with pytest.raises(TransientError):
-                await stack.admin._asker.ask(GetStatus(), attempt_s=NEVER_S)
+                await stack.admin._requester.ask(GetStatus(), attempt_s=NEVER_S)
             await killing
 
 
@@ -252,7 +252,7 @@ async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
     async with controller(server, deploy=lambda _body: ChangeReply(goal_id=GoalId("g"), updating=True)):
         with pytest.raises(BusAuthorizationFailed, match="does not allow the user 'proxy'"):
             async with reach(server, "proxy", retry_for_s=0.1) as stack:
-                await stack.admin._asker.ask(DEPLOY, attempt_s=NEVER_S)
+                await stack.admin._requester.ask(DEPLOY, attempt_s=NEVER_S)
 
 
 async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path: Path) -> None:

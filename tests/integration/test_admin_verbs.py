@@ -86,7 +86,7 @@ async def shared(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIter
 @pytest.fixture
 def desk(shared: AdminDesk, monkeypatch: pytest.MonkeyPatch) -> AdminDesk:
     """The same, remembering which verbs were asked."""
-    asker = shared.admin._asker
+    asker = shared.admin._requester
     ask = asker.ask
 
     async def ask_and_remember(request: Any, **options: Any) -> Any:

@@ -297,5 +297,5 @@ async def test_the_controller_brings_an_older_bucket_up_to_date_and_loses_nothin
     leading.reopen()
     await asyncio.wait_for(told.get(), 30)
     assert json.loads((await writer.request(INFO)).data)["config"] == updated["config"]
-    await leading.end_watch()
+    await leading.stop_watching()
     await close_nats(writer)

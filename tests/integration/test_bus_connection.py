@@ -19,7 +19,7 @@ import uvloop
 from structlog.testing import capture_logs
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
-from serve_common.nats.connection import BusConnection, Inbox, draw_tokens
+from serve_common.nats.connection import BusConnection, Inbox, generate_tokens
 from serve_common.nats.options import (
     BusOptions,
     InboxFull,
@@ -309,7 +309,7 @@ async def test_who_gets_one_request_cannot_answer_another(server: NatsServer) ->
 
 
 def test_reply_tokens_are_of_64_random_bits_and_never_meet() -> None:
-    tokens = [token for _ in range(40) for token in draw_tokens()]
+    tokens = [token for _ in range(40) for token in generate_tokens()]
     assert len({*tokens}) == len(tokens) == 40 * 256
     assert {len(token) for token in tokens} == {16}
     ones = [int(token, 16).bit_count() for token in tokens]

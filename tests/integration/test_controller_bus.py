@@ -105,11 +105,11 @@ class Controller:
 
     def _came(self) -> None:
         self.bus.reopen()
-        self.service.bus_came()
+        self.service.on_bus_restored()
         self.reconnected.set()
 
     def _went(self) -> None:
-        self.service.bus_went()
+        self.service.on_bus_lost()
         self.disconnected.set()
 
     async def stop(self) -> None:

@@ -260,7 +260,7 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
     await until_known(controller)
     await stack.write_bucket({LEAF: []})
     router = handle_runtime.runtime()._parts.router._routes.router(BackendTag(LEAF))
-    wait_until(lambda: router.is_asleep)
+    wait_until(lambda: router.is_scaled_to_zero)
     outside = leaf.remote(1)
     wake = msgspec.json.decode((await said.next_msg(20)).data, type=Wake)
     assert wake == Wake(backend_tag=LEAF, waiting=1)

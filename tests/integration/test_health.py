@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
 from serve_common.names import HostId
-from serve_common.runtime.health import BusPulse
+from serve_common.runtime.health import BusHealthCheck
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_controller.shell.leadership import LEASE_TTL_S
@@ -192,7 +192,7 @@ async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -
         on_connected=lambda: None,
         on_reconnect=lambda: None,
     )
-    pulse = BusPulse(
+    pulse = BusHealthCheck(
         "control plane", is_connected=lambda: bus.is_connected, ping=bus.ping, silent_after_s=0.3
     )
     tasks = TaskOwner("test")
@@ -208,14 +208,14 @@ async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -
         await until(lambda: bus.is_connected)
         assert nats.process is not None
         nats.process.send_signal(signal.SIGSTOP)
-        await until(lambda: pulse.why_not_healthy() is not None)
+        await until(lambda: pulse.health_error() is not None)
         assert bus.is_connected
         nats.process.send_signal(signal.SIGCONT)
-        await until(lambda: pulse.why_not_healthy() is None)
+        await until(lambda: pulse.health_error() is None)
         nats.kill()
         await until(lambda: not bus.is_connected)
         await asyncio.sleep(0.5)  # longer than silence may last
-        assert pulse.why_not_healthy() is None
+        assert pulse.health_error() is None
     finally:
         await tasks.close(1.0)
         await bus.close()

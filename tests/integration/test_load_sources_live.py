@@ -21,7 +21,7 @@ from serve_controller.adapters.load_windows import LoadWindows
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.core.autoscaling.values import LoadSample
-from serve_controller.ports import LoadAsk, Targets
+from serve_controller.ports import LoadRequest, Targets
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
@@ -110,7 +110,7 @@ def ask(
     promql: str = "",
     aggregation: AggregationFunction = AggregationFunction.MEAN,
     look_back_s: float = LOOK_BACK_S,
-) -> LoadAsk:
+) -> LoadRequest:
     config = AutoscalingConfig(
         max_replicas=9,
         look_back_period_s=look_back_s,
@@ -118,7 +118,7 @@ def ask(
         aggregation_function=aggregation,
         query=AutoscalingQuery(promql=promql, target=1.0) if promql else None,
     )
-    return LoadAsk(
+    return LoadRequest(
         backend_tag=tag,
         config=config,
         proxies=frozenset(ProxyId(name) for name in proxies),
@@ -130,13 +130,13 @@ now = SystemClock().now
 NOBODY = Targets(urls=frozenset())
 
 
-async def read(source: PrometheusSource, *asks: LoadAsk) -> list[LoadSample]:
+async def read(source: PrometheusSource, *asks: LoadRequest) -> list[LoadSample]:
     readings = await source.read(asks, NOBODY, now())
     return list(readings.values())
 
 
 async def read_right(
-    source: PrometheusSource, is_right: Callable[[LoadSample], bool], *asks: LoadAsk
+    source: PrometheusSource, is_right: Callable[[LoadSample], bool], *asks: LoadRequest
 ) -> list[LoadSample]:
     """Readings, the first of which is right.
 

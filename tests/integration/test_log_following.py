@@ -14,7 +14,7 @@ import pytest
 
 from muster.client.address import StackAddress
 from muster.client.requests import Feed, listen_to_stack
-from serve_common.nats.client import NatsLogOutlet, close_nats
+from serve_common.nats.client import NatsClientLogSink, close_nats
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import BusOptions
 from serve_common.protocol.logs import LogFilter, RecallLogs
@@ -45,7 +45,7 @@ async def relays(nats: NatsServer) -> AsyncIterator[dict[str, LogForwarder]]:
     await bus.connect(20)
     replica = NatsLogSink(relays["replica"], bus, SUBJECTS, "replica", "default/a#1")
     client = await connected(nats, SUBJECTS)
-    host = NatsLogOutlet(relays["host"], SUBJECTS, "host", "h1")
+    host = NatsClientLogSink(relays["host"], SUBJECTS, "host", "h1")
     await host.join(client)
     await bus.flush(20)
     await until_known(client)

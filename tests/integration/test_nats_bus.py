@@ -38,13 +38,13 @@ class Ears:
     def hear(self, report: HostReport | ProxyReport) -> None:
         self.reports.put_nowait(report)
 
-    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+    def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Not of interest here."""
 
-    def hear_leader(self, notice: LeaderNotice) -> None:
+    def on_leader_notice(self, notice: LeaderNotice) -> None:
         """Not of interest here."""
 
-    def hear_wake(self, wake: Wake) -> None:
+    def on_wake_message(self, wake: Wake) -> None:
         """Not of interest here."""
 
     def sleeping(self) -> Iterable[BackendTag]:
@@ -88,7 +88,7 @@ class Side:
         await self._opened.aclose()
 
     async def lead(self) -> None:
-        await self.bus.begin_term(LeaderNotice(controller_id="c", epoch=1))
+        await self.bus.start_term(LeaderNotice(controller_id="c", epoch=1))
         await until_known(self.client)
 
     async def ask(self, verb: str, headers: dict[str, str] | None = None) -> Msg:

@@ -39,7 +39,7 @@ async def call(stack: Stack, body: bytes, **headers: str) -> Msg:
     return await stack.client.request(SUBJECT, body, timeout=20, headers=named or None)
 
 
-def error_of(message: Msg) -> tuple[str, str]:
+def parse_error(message: Msg) -> tuple[str, str]:
     """Code of the service error, and ours in the body."""
     assert message.headers is not None
     return message.headers["Nats-Service-Error-Code"], json.loads(message.data)["error"]["code"]
@@ -87,13 +87,13 @@ async def test_a_call_waits_no_longer_than_its_caller_does(stack: Stack) -> None
         replica.seen.clear()
         while not replica.seen:  # on a busy machine it may be too late already when it could be sent
             began = loop.time()
-            assert error_of(await call(stack, b"hold", **limit()))[0] == "504"
+            assert parse_error(await call(stack, b"hold", **limit()))[0] == "504"
             assert 0.15 < loop.time() - began < 15
         assert replica.seen[0].timeout_s <= 0.2
     await call(stack, b"")  # what was sent before has come
     seen = len(replica.seen)
-    assert error_of(await call(stack, b"hold", X_Serve_Absolute_SLO_MS="1000"))[0] == "504"
-    code, ours = error_of(await call(stack, b"hold", X_Serve_Relative_SLO_MS="soon"))
+    assert parse_error(await call(stack, b"hold", X_Serve_Absolute_SLO_MS="1000"))[0] == "504"
+    code, ours = parse_error(await call(stack, b"hold", X_Serve_Relative_SLO_MS="soon"))
     assert (code, ours) == ("400", "bad_request")
     await call(stack, b"")
     assert len(replica.seen) == seen + 1
@@ -101,8 +101,8 @@ async def test_a_call_waits_no_longer_than_its_caller_does(stack: Stack) -> None
 
 async def test_what_goes_wrong_is_a_service_error(stack: Stack) -> None:
     await serve_calls(stack)
-    assert error_of(await call(stack, b"raise")) == ("500", "user_code_raised")
-    assert error_of(await call(stack, b"big")) == ("502", "answer_unusable")
+    assert parse_error(await call(stack, b"raise")) == ("500", "user_code_raised")
+    assert parse_error(await call(stack, b"big")) == ("502", "answer_unusable")
 
 
 async def test_a_large_answer_comes_in_pieces_to_who_wants_them(stack: Stack) -> None:
@@ -125,7 +125,7 @@ async def test_an_answer_that_breaks_off_in_pieces_ends_in_an_error(stack: Stack
     messages = await pieces(stack, b"break")
     assert len(messages) > 1
     assert is_error(messages[-1])
-    assert error_of(messages[-1])[0] in ("500", "502")
+    assert parse_error(messages[-1])[0] in ("500", "502")
 
 
 async def test_the_gateway_answers_into_inboxes_only(stack: Stack) -> None:

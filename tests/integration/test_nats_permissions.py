@@ -41,7 +41,7 @@ from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, cal
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
 from serve_common.nats.bucket_watch import BucketWatch, Entries
 from serve_common.nats.client import connect_nats, login_arguments
-from serve_common.nats.login import login_of, mint_now
+from serve_common.nats.login import build_login, mint_now
 from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects, tokens
 from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import EventStream, bucket_config, recent_events
@@ -98,7 +98,7 @@ class Server:
     def login(self, role: str, nonce: str) -> dict[str, str]:
         """What CONNECT says of it."""
         settings = self.settings(role)
-        login = login_of(settings)
+        login = build_login(settings)
         return {"user": settings.user, "pass": settings.password} if login is None else login.fields(nonce)
 
     def refusals(self, login: Callable[[str], dict[str, str]], *lines: bytes) -> list[str]:
@@ -551,7 +551,7 @@ async def test_a_plain_client_of_the_admin_user_commands_a_micro_service(
     )
     await until_known(controller)
     settings = server.settings("admin")
-    login = login_arguments(login_of(settings), settings.user, settings.password)
+    login = login_arguments(build_login(settings), settings.user, settings.password)
     plain = await nats.connect(server.url, **login)
     try:
         answer = await plain.request(SUBJECTS.admin("deploy"), b"x", timeout=20)

@@ -330,7 +330,7 @@ async def test_any_nats_client_can_call_an_endpoint(stack: Stack) -> None:
 
 
 async def test_reports_come_at_once_on_change_and_to_a_new_leader(server: NatsServer, monkeypatch) -> None:
-    monkeypatch.setattr(reports, "REPORT_EVERY_S", 3600.0)
+    monkeypatch.setattr(reports, "REPORT_INTERVAL_S", 3600.0)
     async with running_stack(server) as stack:
         await check_reports(stack)
 

@@ -367,7 +367,7 @@ async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: 
 
 
 class NoMetrics:
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         pass
 
     def count_refused(self, reason: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from serve_common.dispatch.request_body import KEPT_BYTES_MAX
+from serve_common.dispatch.request_body import RETAINED_BYTES_MAX
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 from serve_proxy.http import bodies as slow_clients
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
@@ -202,7 +202,7 @@ async def test_a_client_that_leaves_while_it_is_held_up_cancels_its_request(stac
 async def test_a_refused_upload_is_sent_elsewhere_from_its_beginning(stack: Stack) -> None:
     first, second = await stack.serve(R0, R1)
     first.is_draining = second.is_draining = True
-    body = os.urandom(KEPT_BYTES_MAX - 1000)
+    body = os.urandom(RETAINED_BYTES_MAX - 1000)
     async with sender(stack) as client:
         client.send(body[:MIB])
         await stack.queued()
@@ -234,10 +234,10 @@ async def test_an_idempotent_upload_survives_its_replica_while_it_is_all_here(st
 async def test_an_upload_whose_beginning_is_gone_ends_with_its_replica(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)
     async with sender(stack, head=HEAD.replace(b"\r\n\r\n", b"\r\nIdempotency-Key: k\r\n\r\n")) as client:
-        client.send(bytes(KEPT_BYTES_MAX + 1))
-        await replica.wait(lambda: has_received(replica, KEPT_BYTES_MAX + 1))
+        client.send(bytes(RETAINED_BYTES_MAX + 1))
+        await replica.wait(lambda: has_received(replica, RETAINED_BYTES_MAX + 1))
         client.send(b"more")
-        await replica.wait(lambda: has_received(replica, KEPT_BYTES_MAX + 5))
+        await replica.wait(lambda: has_received(replica, RETAINED_BYTES_MAX + 5))
         await stack.applied(await stack.put_backend())
         assert await client.status() == 502
 

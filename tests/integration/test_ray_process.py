@@ -60,8 +60,8 @@ class Hostile:
         words = inspect.unwrap(type(actor).check_health).__globals__  # Ray has wrapped it for traces of its own
         self.checks = 0
         self.encode, words["encode"] = words["encode"], self.answer
-        self.started = actor._started
-        actor._started = self.raise_bomb
+        self.started = actor._get_process
+        actor._get_process = self.raise_bomb
 
     def answer(self, outcome):
         return self.encode(outcome) if self.checks < 3 else Bomb()

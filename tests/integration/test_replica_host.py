@@ -33,7 +33,7 @@ from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.nats.client import connect_nats
 from serve_common.nats.connection import BusConnection, Inbox
-from serve_common.nats.login import login_of
+from serve_common.nats.login import build_login
 from serve_common.nats.options import BusOptions
 from serve_common.protocol.frames import (
     WINDOW_FRAMES,
@@ -545,7 +545,7 @@ def _status(report: HostReport, tag: ReplicaTag) -> ReplicaStatus | None:
 async def driver(stack: Stack) -> AsyncIterator[Driver]:
     options = BusOptions(
         servers=[stack.url],
-        login=login_of(stack.bus_settings(Role.PROXY)),
+        login=build_login(stack.bus_settings(Role.PROXY)),
         inbox_prefix=inbox_prefix(Role.PROXY, NAMES[Role.PROXY]),
     )
     connection = BusConnection(options, random.Random(1))

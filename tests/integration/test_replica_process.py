@@ -93,7 +93,7 @@ class App:
 
 
 class NoMetrics:
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         pass
 
     def count_refused(self, reason: str) -> None:
@@ -118,7 +118,7 @@ class Driver:
         connection.subscribe(SUBJECTS.all_models, self._take_models)
 
     def _take_models(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        tag = SUBJECTS.replica_of_models(subject.decode())
+        tag = SUBJECTS.parse_models_replica(subject.decode())
         self.models.put_nowait((tag, msgspec.msgpack.decode(payload, type=list[str])))
 
     async def block_loop(self) -> tuple[Head, bytes]:
@@ -191,7 +191,7 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture
 async def driver(nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Driver]:
     # What is told at once is not told by the way, and nothing is told twice.
-    monkeypatch.setattr("serve_replica_host.replica.process.MODELS_EVERY_S", 3600.0)
+    monkeypatch.setattr("serve_replica_host.replica.process.MODELS_INTERVAL_S", 3600.0)
     (tmp_path / "process_app.py").write_text(APP)
     goal = ReplicaGoal(
         replica_tag=TAG,

@@ -192,7 +192,7 @@ def happen(loop: Loop, kind: str, value: object) -> None:
         case "bucket is lost":
             loop.lose_bucket()
         case "bus goes":
-            loop.hear_break(None)
+            loop.on_bus_break(None)
         case "bus comes":
-            loop.hear_break(loop.now)
+            loop.on_bus_break(loop.now)
     loop.cycle()

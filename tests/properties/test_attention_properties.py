@@ -44,7 +44,7 @@ def test_after_any_story_the_calm_brings_what_is_wanted_to_who_looks_only_at_new
     loop = AttentiveLoop(*new_hosts())
     for kind, value in story:
         happen(loop, kind, value)
-    loop.hear_break(loop.now)
+    loop.on_bus_break(loop.now)
     loop.are_proxies_slow = False
     for host in loop.hosts:
         host.is_deaf, host.is_unhealthy, host.is_leaving = False, set(), False

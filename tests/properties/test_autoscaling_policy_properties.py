@@ -18,7 +18,7 @@ from serve_common.config.autoscaling import (
 from serve_controller.core.autoscaling.demand import (
     FEWER_MAX,
     largest_wanted,
-    note_wanted,
+    record_wanted,
     since_fewer_than,
     with_spare,
 )
@@ -198,7 +198,7 @@ def test_noise_around_a_threshold_never_turns_it_more_than_once(threshold, begin
 def test_the_memory_of_what_was_wanted_comes_to_the_same_as_keeping_all_of_it(wants, delay_s):
     fewer, now, all_of_it = (), BEGIN, []
     for wanted, pause in wants:
-        fewer = note_wanted(fewer, wanted, now)
+        fewer = record_wanted(fewer, wanted, now)
         all_of_it.append((now, wanted))
         # A number may go once fewer were wanted at every look of the delay, the one that began it included.
         allowed = None

@@ -53,7 +53,7 @@ def test_whatever_happens_indices_and_references_are_true(story):
 
 
 def bring_calm(loop: Loop) -> None:
-    loop.hear_break(loop.now)
+    loop.on_bus_break(loop.now)
     loop.are_proxies_slow = False
     for host in loop.hosts:
         host.is_deaf, host.is_unhealthy, host.is_leaving = False, set(), False

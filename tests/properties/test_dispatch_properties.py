@@ -136,7 +136,7 @@ class Story:
             case "bus":
                 world.bus.is_connected = not world.bus.is_connected
                 if world.bus.is_connected:
-                    world.dispatcher.bus_is_back()
+                    world.dispatcher.bus_reconnected()
             case "time":
                 self.now += chance.choice([0.01, 0.5, 2.0, 30.0])
                 world.beat.look(self.now)

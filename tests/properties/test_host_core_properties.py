@@ -22,7 +22,7 @@ from serve_replica_host.core.events import (
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
-    KILL_WITHIN_S,
+    FORCE_KILL_AFTER_S,
     CheckReplica,
     DrainReplica,
     KillReplica,
@@ -30,7 +30,7 @@ from serve_replica_host.core.reconcile import (
     StartReplica,
     reconcile_host,
 )
-from serve_replica_host.core.state import HostState, Refused, accept_goal, begin_leaving, has_left
+from serve_replica_host.core.state import HostState, Refused, accept_goal, has_left, start_leaving
 
 HOST = HostId("h")
 BACKEND = BackendTag("default/a")
@@ -87,7 +87,7 @@ class HostMachine(RuleBasedStateMachine):
                     self.draining.add(tag)
                 case KillReplica(tag, is_forced=True):
                     assert tag in self.killed, "force comes second"
-                    assert self.now >= self.killed_at[tag] + KILL_WITHIN_S
+                    assert self.now >= self.killed_at[tag] + FORCE_KILL_AFTER_S
                 case KillReplica(tag):
                     assert tag not in self.killed, "killed twice"
                     self.killed.add(tag)
@@ -200,7 +200,7 @@ class HostMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Leaving always comes to an end, by time alone and the ends of killed processes."""
-        self.state = begin_leaving(self.state, self.now + 2.0)
+        self.state = start_leaving(self.state, self.now + 2.0)
         self.look()
         self.now += 2.0
         self.look()

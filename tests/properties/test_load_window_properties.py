@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig
 from serve_common.names import BackendTag, HostId
 from serve_controller.adapters.load_windows import LoadWindows, Sample
-from serve_controller.core.autoscaling.values import LoadAsk
+from serve_controller.core.autoscaling.values import LoadRequest
 
 TAG = BackendTag("a/b")
 WINDOW_S = 600.0
@@ -33,11 +33,11 @@ def page(counter: float) -> list[Sample]:
     ]
 
 
-def ask(aggregation: AggregationFunction) -> LoadAsk:
+def ask(aggregation: AggregationFunction) -> LoadRequest:
     config = AutoscalingConfig(
         max_replicas=9, look_back_period_s=WINDOW_S, aggregation_function=aggregation, panic_window_s=5
     )
-    return LoadAsk(backend_tag=TAG, config=config, proxies=frozenset(), hosts=frozenset({HostId("h1")}))
+    return LoadRequest(backend_tag=TAG, config=config, proxies=frozenset(), hosts=frozenset({HostId("h1")}))
 
 
 @given(began_with=st.floats(0, 1e6), steps=steps)

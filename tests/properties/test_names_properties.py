@@ -12,11 +12,11 @@ from serve_common.names import (
     EndpointTag,
     HostId,
     ProxyId,
-    backend_tag_of,
     check_name,
     check_route,
     deployment_tag,
-    ordinal_of,
+    parse_backend_tag,
+    parse_ordinal,
     replica_tag,
 )
 from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, Subjects, backend_key, endpoint_key, parse_key
@@ -30,7 +30,7 @@ anything = st.text(max_size=80) | st.text(alphabet="ab/.-_#*> \0\n", max_size=12
 @given(tags, ordinals)
 def test_a_replicas_tag_parses_back(tag, ordinal):
     made = replica_tag(BackendTag(tag), ordinal)
-    assert (backend_tag_of(made), ordinal_of(made)) == (tag, ordinal)
+    assert (parse_backend_tag(made), parse_ordinal(made)) == (tag, ordinal)
 
 
 @given(tags)
@@ -55,7 +55,7 @@ def test_a_subject_is_one_that_nats_takes_and_a_call_parses_back(prefix, tag, or
         assert all(token and token.isascii() and not set(token) & set(" *>\r\n\t") for token in tokens)
         assert len(tokens) <= 16
         assert len(subject) < 256
-    assert subjects.endpoint_of_call(made[0]) == tag
+    assert subjects.parse_call_endpoint(made[0]) == tag
 
 
 @given(tags, tags, ordinals, ordinals)

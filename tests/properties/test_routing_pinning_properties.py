@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.replica_choice import ReplicaSlots, first_for, score, stable_hash
+from serve_common.routing.replica_choice import ReplicaSlots, choose_by_hash, score, stable_hash
 from serve_common.routing.route_table import TrafficSplit
 
 hashes = st.integers(0, 2**64 - 1)
@@ -26,10 +26,10 @@ def slots_of(count: int) -> list[ReplicaSlots]:
 
 @given(hashes, st.permutations(slots_of(6)), st.integers(1, 5))
 def test_a_replica_that_goes_moves_its_own_keys_only_and_takes_them_back(key, replicas, left) -> None:
-    pinned = first_for(key, replicas)
-    without = first_for(key, replicas[:left])
+    pinned = choose_by_hash(key, replicas)
+    without = choose_by_hash(key, replicas[:left])
     assert without is pinned or pinned not in replicas[:left]
-    assert first_for(key, sorted(replicas, key=lambda slots: slots.tag)) is pinned
+    assert choose_by_hash(key, sorted(replicas, key=lambda slots: slots.tag)) is pinned
 
 
 @given(hashes, weights, weights)
@@ -59,7 +59,7 @@ def test_keys_are_spread_over_backends_by_weight_and_over_replicas_evenly() -> N
         assert backends.count(BackendTag(tag)) / len(keys) == pytest.approx(share, abs=0.012)
     # One backend's keys must not be those of some of its replicas only.
     mine = [key for key, tag in zip(keys, backends, strict=True) if tag == "d/a"]
-    taken = [first_for(key, replicas) for key in mine]
+    taken = [choose_by_hash(key, replicas) for key in mine]
     for slots in replicas:
         assert taken.count(slots) / len(mine) == pytest.approx(0.2, abs=0.015)
 

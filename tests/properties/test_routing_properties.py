@@ -196,8 +196,8 @@ class RouterMachine(RuleBasedStateMachine):
             self.blocked.add(replica)
 
     @rule(replica=replicas)
-    def put_aside(self, replica):
-        self.router.put_aside(replica, self.now)
+    def quarantine(self, replica):
+        self.router.quarantine(replica, self.now)
         if replica in self.running | self.draining:
             self.blocked.add(replica)
 
@@ -234,7 +234,7 @@ class RouterMachine(RuleBasedStateMachine):
             ),
             self.now,
         )
-        assert self.router.is_asleep == (can_wake and not self.running)
+        assert self.router.is_scaled_to_zero == (can_wake and not self.running)
         self.sync_blocked()
         expected = {r for r, where in self.in_flight.items() if where not in self.running | self.draining}
         assert set(applied.lost) == expected
@@ -272,7 +272,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.sync_blocked()
         if seconds > 5:
             assert not self.blocked, "nobody is put aside for ever"
-            assert not self.router.has_aside
+            assert not self.router.has_blocked
 
     def sync_blocked(self):
         """The model does not know the pauses: it asks, and the invariants below judge the answer."""

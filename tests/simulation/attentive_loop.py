@@ -9,7 +9,7 @@ from serve_common.api.commands import AnyCommand
 from serve_common.names import HostId
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core.commands import Accepted, decide
-from serve_controller.core.dirty_set import EVERYTHING, NOTHING, DirtySet, of_changes
+from serve_controller.core.dirty_set import EVERYTHING, NOTHING, DirtySet, dirty_by_changes
 from serve_controller.core.reconcile import Action, PublishSnapshot, ReconcilePlan, RetractSnapshot, reconcile
 from serve_controller.shell.observations import TermObservations
 from tests.simulation.closed_loop import Loop
@@ -37,21 +37,21 @@ class AttentiveLoop(Loop):
     def _hear_whole_bucket(self) -> None:
         self.revision += 1
         held = {key: (self.revision, snapshot.snapshot_id) for key, snapshot in self.bucket.items()}
-        self.hearing.hear_bucket(held, whole=True)
+        self.hearing.on_bucket_entries(held, whole=True)
         self.observed = self.hearing.observed
 
     def command(self, command: AnyCommand) -> Accepted:
         before = self.checkpoint
         accepted = decide(before, command, self.now)
         self.checkpoint = before.applied(accepted.changes)
-        self.hearing.attending.add(of_changes(before, self.checkpoint, accepted.changes))
+        self.hearing.dirty_sets.add(dirty_by_changes(before, self.checkpoint, accepted.changes))
         return accepted
 
     def hear(self, report: HostReport | ProxyReport) -> None:
         self.hearing.hear(report, self.now)
 
-    def hear_break(self, since: float | None) -> None:
-        self.hearing.hear_break(since)
+    def on_bus_break(self, since: float | None) -> None:
+        self.hearing.on_bus_break(since)
 
     def lose_bucket(self) -> None:
         super().lose_bucket()
@@ -73,7 +73,7 @@ class AttentiveLoop(Loop):
 
     def record(self, plan: ReconcilePlan) -> None:
         super().record(plan)
-        self.hearing.attending.add(plan.attention)
+        self.hearing.dirty_sets.add(plan.attention)
         self.hearing.due(plan.due)
 
     def perform(self, action: Action) -> None:
@@ -81,7 +81,7 @@ class AttentiveLoop(Loop):
         match action:
             case PublishSnapshot():
                 self.revision += 1
-                self.hearing.hear_bucket(
+                self.hearing.on_bucket_entries(
                     {action.key: (self.revision, action.snapshot.snapshot_id)}, whole=False
                 )
             case RetractSnapshot():

@@ -10,7 +10,7 @@ import msgspec
 from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
-from serve_common.names import BackendTag, EndpointTag, backend_tag_of
+from serve_common.names import BackendTag, EndpointTag, parse_backend_tag
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from tests.simulation.check_budgets import wanted_of
 from tests.simulation.clients import Step
@@ -138,7 +138,7 @@ def why_not_calm(world: World) -> str:
         if host.is_up and known is not None and host.state.generation != known.generation:
             return f"{host.host_id} obeys another goal"
         for tag in host.state.replicas:
-            if tag not in checkpoint.replicas_of(backend_tag_of(tag)):
+            if tag not in checkpoint.replicas_of(parse_backend_tag(tag)):
                 return f"{host.host_id} still has {tag}"
     foreign = sorted(key for key in world.bus.bucket if key not in checkpoint.snapshots)
     if foreign:
@@ -165,7 +165,7 @@ def check_converged(world: World) -> None:
     world.checks.reference._compare(checkpoint)
     check(not wishes.leaving, f"{wishes.leaving} were dropped and are still there")
     for tag, backend in sorted(checkpoint.backends.items()):
-        running = {t for host in world.hosts for t in host.serving if backend_tag_of(t) == tag}
+        running = {t for host in world.hosts for t in host.serving if parse_backend_tag(t) == tag}
         rows = checkpoint.replicas_of(tag)
         check(running == set(rows), f"{sorted(running)} of {tag} run, {sorted(rows)} are recorded")
         for replica in rows.values():

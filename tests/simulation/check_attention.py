@@ -36,10 +36,10 @@ class AttentionMissesNothing:
 
     def ask(self, term: Term) -> bool:
         """Look at everything now; False when something is still to be looked at anyway."""
-        hearing = term._hearing
-        at = hearing._agenda.next_at()
+        hearing = term._observations
+        at = hearing._due_checks.next_at()
         if (
-            _is_something_left(hearing.attending)
+            _is_something_left(hearing.dirty_sets)
             or hearing._inbox
             or not term._is_checkpoint_certain
             or self.world.time - self.world.checks.bucket_lost_at < BUCKET_READ_S
@@ -55,9 +55,15 @@ class AttentionMissesNothing:
         return True
 
 
-def _is_something_left(attending: DirtySets) -> bool:
-    named = (attending._backends, attending._endpoints, attending._hosts, attending._proxies, attending._keys)
-    return any(named) or attending._flags != NOTHING
+def _is_something_left(dirty_sets: DirtySets) -> bool:
+    named = (
+        dirty_sets._backends,
+        dirty_sets._endpoints,
+        dirty_sets._hosts,
+        dirty_sets._proxies,
+        dirty_sets._keys,
+    )
+    return any(named) or dirty_sets._flags != NOTHING
 
 
 def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from serve_common.config.backend import BackendConfig
-from serve_common.names import BackendTag, HostId, ReplicaTag, backend_tag_of
+from serve_common.names import BackendTag, HostId, ReplicaTag, parse_backend_tag
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, Replica, ReplicaState
 
@@ -143,7 +143,7 @@ class ServingIsNotForgotten:
             return
         for kind, name in changes.deletes:
             if kind is ObjectKind.REPLICA and name not in self.world.checks.not_well:
-                was = before.replicas_of(backend_tag_of(ReplicaTag(name)))[ReplicaTag(name)]
+                was = before.replicas_of(parse_backend_tag(ReplicaTag(name)))[ReplicaTag(name)]
                 self.world.check(
                     was.state not in SERVING or not any(name in host.serving for host in self.world.hosts),
                     f"{name} serves and was taken for gone",
@@ -210,7 +210,7 @@ class ForceKillIsForced:
                 del self.forced[entry.subject]
 
     def on_drain(self, host: SimHost, tag: ReplicaTag) -> None:
-        backend_tag = backend_tag_of(tag)
+        backend_tag = parse_backend_tag(tag)
         replica = self.world.store.checkpoint.replicas_of(backend_tag).get(tag)
         if replica is not None and not host.state.is_leaving:
             self.world.check(

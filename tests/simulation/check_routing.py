@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from serve_common.names import BackendTag, ReplicaTag, backend_tag_of
+from serve_common.names import BackendTag, ReplicaTag, parse_backend_tag
 from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
@@ -201,11 +201,11 @@ class RoutesAreLeftFirst:
         if host.state.goal_epoch <= self.world.lost_epoch:
             self.world.checks.not_well.add(tag)  # by a goal that a restored store lost
             return
-        replica = self.world.store.checkpoint.replicas_of(backend_tag_of(tag)).get(tag)
+        replica = self.world.store.checkpoint.replicas_of(parse_backend_tag(tag)).get(tag)
         self.world.check(
             replica is None or replica.state not in SERVING, f"{host.host_id} drains {tag}, which is to serve"
         )
-        newest = self.published.get(backend_key(backend_tag_of(tag)), 0)
+        newest = self.published.get(backend_key(parse_backend_tag(tag)), 0)
         self.world.check(
             newest >= self.dropped.get(tag, 0), f"{host.host_id} drains {tag}, which routers were not told of"
         )

@@ -9,7 +9,7 @@ from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import backends_of
+from serve_controller.core.goals.scope import owned_backends
 from serve_controller.core.objects import Backend, Goal, ObjectChanges
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request
@@ -38,7 +38,7 @@ class UsersWinOverTheAutoscaler:
             tag
             for value in changes.puts
             if isinstance(value, Goal) and value.status is GoalStatus.FAILED
-            for tag in backends_of(value)
+            for tag in owned_backends(value)
         }
         for value in changes.puts:
             if isinstance(value, Backend) and not value.deleting:

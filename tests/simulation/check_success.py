@@ -9,7 +9,7 @@ from serve_common.names import HostId
 from serve_common.protocol.reports import ReplicaStatus
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import backends_of
+from serve_controller.core.goals.scope import owned_backends
 from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ReplicaState
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SuccessIsTrue:
                 self._look(after, value)
 
     def _look(self, after: Checkpoint, goal: Goal) -> None:
-        for tag in backends_of(goal):
+        for tag in owned_backends(goal):
             backend = after.backends.get(tag)
             if backend is None or backend.deleting:
                 left = sorted(after.replicas_of(tag))

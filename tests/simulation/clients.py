@@ -21,7 +21,7 @@ RETRY_S: Final = 0.3
 WAIT_S: Final = 40.0
 """How long a client waits for a goal before it goes on."""
 
-VERB_OF: Final = {request: verb for verb, (request, _) in VERBS.items()}
+VERB_BY_REQUEST: Final = {request: verb for verb, (request, _) in VERBS.items()}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Client:
         if not world.bus.available or not serving:
             world.after(RETRY_S, lambda: self._again(attempt))
             return
-        verb, payload = VERB_OF[type(command)], msgspec.json.encode(command)
+        verb, payload = VERB_BY_REQUEST[type(command)], msgspec.json.encode(command)
         controller = serving[0] if len(serving) == 1 else world.dice.choice(serving)
 
         def answer(reply: bytes | ServeError | None) -> None:
@@ -102,7 +102,7 @@ class Client:
 
     def _acknowledged(self, payload: bytes) -> None:
         step = self.steps[self._at]
-        _, reply_type = VERBS[VERB_OF[type(step.command)]]
+        _, reply_type = VERBS[VERB_BY_REQUEST[type(step.command)]]
         reply = msgspec.json.decode(payload, type=reply_type)
         goal_ids: list[GoalId] = []
         match reply:

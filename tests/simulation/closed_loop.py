@@ -109,7 +109,7 @@ class Loop:
                 holder = "" if proxy is None else proxy.holder
                 self.observed = observe_proxy(self.observed, report, self.now, holder)
 
-    def hear_break(self, since: float | None) -> None:
+    def on_bus_break(self, since: float | None) -> None:
         """The bus goes away (None) or comes back."""
         self.observed = observe_break(self.observed, since)
 

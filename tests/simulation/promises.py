@@ -11,9 +11,9 @@ from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_controller.core.checkpoint import Checkpoint, in_units
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.placement import needs_of
+from serve_controller.core.placement import resource_needs
 from serve_controller.core.reconcile import PublishSnapshot, ReconcilePlan, SendHostGoal
-from serve_controller.core.rollout import surge_of
+from serve_controller.core.rollout import max_surge
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TRANSITIONS, WANTED
 
 
@@ -67,7 +67,7 @@ def _check_replicas(before: Checkpoint, after: Checkpoint, remembered: Remembere
         assert (replica.host_id is None) == (replica.state is ReplicaState.SHOULD_START)
         version = backend.version_of(replica.config_version)
         assert version is not None, f"{tag} runs a version that is forgotten"
-        assert replica.host_id is None or replica.needs == needs_of(version)
+        assert replica.host_id is None or replica.needs == resource_needs(version)
         assert remembered.ordinals.setdefault(replica.ordinal, tag) == tag, "an ordinal was given twice"
         known = former.get(tag)
         if known is None:
@@ -91,7 +91,7 @@ def _check_surge(before: Checkpoint, after: Checkpoint) -> None:
         was = sum(r.state in WANTED for r in before.replicas_of(tag).values())
         configs = [version.backend_config for version in _versions(before, backend)]
         # The many old ones of a smaller new version wait for the first new one to serve.
-        most = max(config.num_replicas for config in configs) + max(map(surge_of, configs))
+        most = max(config.num_replicas for config in configs) + max(map(max_surge, configs))
         former = before.backends.get(tag)
         # A replica can be started in the very plan that then drops its backend.
         wanted = max(backend.num_wanted, 0 if former is None else former.num_wanted)

@@ -17,7 +17,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import backends_of, endpoints_of
+from serve_controller.core.goals.scope import owned_backends, owned_endpoints
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind, ObjectChanges, ObjectKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request
@@ -196,10 +196,12 @@ class Reference:
                 self.good.drop(tag)
             if goal.subject in self.now.groups:
                 group = self.now.groups[goal.subject]
-                self.good.groups[goal.subject] = group._replace(members=group.members & {*backends_of(goal)})
+                self.good.groups[goal.subject] = group._replace(
+                    members=group.members & {*owned_backends(goal)}
+                )
         if goal.kind is GoalKind.DEPLOY and goal.subject in self.now.backends:
             join(self.good, goal.subject)
-        for endpoint_tag in endpoints_of(goal):
+        for endpoint_tag in owned_endpoints(goal):
             reach, good = self.now.endpoints.get(endpoint_tag), self.good.endpoints.get(endpoint_tag)
             if reach is None:
                 continue
@@ -208,7 +210,7 @@ class Reference:
             elif good is not None:
                 # Its route is another goal's, which may yet fail.
                 self.good.endpoints[endpoint_tag] = self._with_alone(endpoint_tag, good, reach)
-        for tag in backends_of(goal):
+        for tag in owned_backends(goal):
             if tag in self.now.backends:
                 self.good.backends[tag] = self.now.backends[tag]
                 self._remember(tag, self.now.endpoints.get(tag))
@@ -222,7 +224,10 @@ class Reference:
             self.now.drop(tag)
             self.good.drop(tag)
         parts = {
-            str(tag) for goal in after.pending.values() if goal.subject == name for tag in backends_of(goal)
+            str(tag)
+            for goal in after.pending.values()
+            if goal.subject == name
+            for tag in owned_backends(goal)
         }
         self.good.groups[name] = group._replace(members=group.members & parts)
         for tag in self.good.groups[name].members:
@@ -243,17 +248,17 @@ class Reference:
         had_worked = whole and goal.subject in self.good.groups
         if had_worked:
             good, now = self.good.groups[goal.subject], self.now.groups[goal.subject]
-            joined = now.members - {*backends_of(goal)}
+            joined = now.members - {*owned_backends(goal)}
             self.now.groups[goal.subject] = good._replace(members=good.members | joined)
         elif whole and goal.subject in self.now.groups:
             self.now.groups[goal.subject] = self.now.groups[goal.subject]._replace(takes_over=None)
-        for tag in backends_of(goal):
+        for tag in owned_backends(goal):
             self.now.leaving.pop(tag, None)
             if tag in self.now.backends and tag in self.good.backends:
                 self.now.backends[tag] = self.good.backends[tag]
             elif tag in self.now.backends and had_worked:
                 self.now.drop(tag)
-        for endpoint_tag in endpoints_of(goal):
+        for endpoint_tag in owned_endpoints(goal):
             reach, good = self.now.endpoints.get(endpoint_tag), self.good.endpoints.get(endpoint_tag)
             if reach is None or good is None:
                 continue

@@ -152,7 +152,7 @@ class SimBus:
 
             def tell_term(controller: SimController = controller, term: object = term) -> None:
                 if controller.term is term and controller.term is not None:
-                    controller.term.hear_bucket({key: (revision, snapshot_id)}, whole=False)
+                    controller.term.on_bucket_entries({key: (revision, snapshot_id)}, whole=False)
 
             self._in_order(
                 f"{controller.controller_id} {controller.terms}",
@@ -189,7 +189,7 @@ class SimBus:
 
         def tell() -> None:
             if term is not None and controller.term is term:
-                term.hear_bucket(entries, whole=True)
+                term.on_bucket_entries(entries, whole=True)
 
         self._in_order(
             f"{controller.controller_id} {controller.terms}",

@@ -176,7 +176,7 @@ class SimController:
         self._cycle_number: int | None = None
         self._is_woken = False
         if self.liveness.is_away:
-            term.bus_went()
+            term.on_bus_lost()
         self._after(RENEW_EVERY_S, lambda: self._renew(term))
         self._begin_term(term)
 
@@ -305,7 +305,7 @@ class SimController:
         """A report came."""
         self.process.when_running(lambda: self.term.hear(report) if self.term is not None else None)
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader_notice(self, epoch: int) -> None:
         """Another controller says that it leads."""
 
         def hear() -> None:
@@ -330,12 +330,12 @@ class SimController:
     def _bus_went(self) -> None:
         self.liveness.went()
         if self.term is not None:
-            self.term.bus_went()
+            self.term.on_bus_lost()
 
     def _bus_came(self) -> None:
         self.liveness.came(self.world.time)
         if self.term is not None:
-            self.term.bus_came()
+            self.term.on_bus_restored()
 
     def _ping(self) -> None:
         """See `ControllerService._watch_bus`."""
@@ -356,7 +356,7 @@ class SimController:
             if was_away:
                 self._bus_came()
             if self.term is not None:
-                self.term.hear_round_trip(begun_at)
+                self.term.on_round_trip(begun_at)
                 if was_away:
                     self.world.tell_leader(self, self.term.epoch)
 

@@ -35,16 +35,16 @@ from serve_replica_host.core.state import (
     HostState,
     Refused,
     accept_goal,
-    begin_leaving,
     build_report,
     has_left,
-    hear_leader,
+    on_leader_notice,
+    start_leaving,
 )
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-REPORT_EVERY_S: Final = 1.0
+REPORT_INTERVAL_S: Final = 1.0
 _SERVES: Final = (ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
 
 
@@ -123,7 +123,7 @@ class SimHost:
     def leave(self) -> None:
         """SIGTERM."""
         if self.is_up:
-            self.state = begin_leaving(self.state, self.world.time + 3.0)
+            self.state = start_leaving(self.state, self.world.time + 3.0)
             self._look(must_report=True)
 
     def release(self) -> None:
@@ -138,7 +138,7 @@ class SimHost:
     def _tick(self, life: int) -> None:
         if self.is_up and self.lives == life:
             self._look(must_report=True)
-            self.world.after(REPORT_EVERY_S, lambda: self._tick(life))
+            self.world.after(REPORT_INTERVAL_S, lambda: self._tick(life))
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
@@ -151,10 +151,10 @@ class SimHost:
             self.state = accepted
         self._look(must_report=True)
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader_notice(self, epoch: int) -> None:
         """A controller says that it leads."""
         if self.is_up and not self.is_isolated:
-            self.state = hear_leader(self.state, epoch)
+            self.state = on_leader_notice(self.state, epoch)
             self.report()
 
     def report(self) -> None:

@@ -15,7 +15,7 @@ from serve_common.routing.route_table import HttpChange, SnapshotTable
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-REPORT_EVERY_S: Final = 1.0
+REPORT_INTERVAL_S: Final = 1.0
 COALESCE_S: Final = 0.01
 MISSING_MIDDLEWARE: Final = "missing:middleware"
 """No proxy can import it."""
@@ -76,7 +76,7 @@ class SimProxy:
     def _tick(self, life: int) -> None:
         if self.is_up and self.lives == life:
             self.report()
-            self.world.after(REPORT_EVERY_S, lambda: self._tick(life))
+            self.world.after(REPORT_INTERVAL_S, lambda: self._tick(life))
 
     def hear(self, entries: Mapping[str, Snapshot | None], *, whole: bool) -> None:
         """The bucket's content came, in the order of its changes."""

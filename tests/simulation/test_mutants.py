@@ -93,14 +93,14 @@ class PerformsBeforeRecording(Term):
     async def run_cycle(self) -> float | None:
         await self._make_certain()
         plan = self._plan({})
-        look_again_at = await self._performing.perform_all(plan.actions)
+        look_again_at = await self._executor.perform_all(plan.actions)
         try:
             if plan.changes:
                 await self._record("record_plan", plan.changes, plan.checkpoint, [], [])
         except StoreUnavailable:
             return self._clock.now() + 0.5
-        self._hearing.attending.add(plan.attention)
-        self._hearing.due(plan.due)
+        self._observations.dirty_sets.add(plan.attention)
+        self._observations.due(plan.due)
         return look_again_at
 
 
@@ -168,7 +168,7 @@ def _by_the_clock(_state: Any, at: float, now: float) -> bool:
 
 
 def _stays_unhealthy(draft: Draft, replica: Any, report: Any, now: float) -> None:
-    replica_reports.with_event(draft, replica, replica_reports.Event.HEARD_UNHEALTHY, now)
+    replica_reports.with_event(draft, replica, replica_reports.Event.REPORTED_UNHEALTHY, now)
 
 
 def _takes_every_room(ledger: Any, host_id: Any) -> dict[str, int]:
@@ -243,7 +243,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "a replaced goal is not ended": [(accepted, "end_goal", lambda *_: None)],
     "a retry is taken for a new request": [(deployments, "retried", lambda *_: None)],
     "ended deployments are forgotten": [(Draft, "put", _forgets_ended)],
-    "proxies are not waited for": [(reconcile, "_follow_proxies", lambda *_: None)],
+    "proxies are not waited for": [(reconcile, "_update_proxies", lambda *_: None)],
     "a failed version is not put back": [
         (replica_reports, "fail", _fails_without_going_back),
         (failing, "fail", _fails_without_going_back),
@@ -253,29 +253,29 @@ MUTANTS: dict[str, list[Patch]] = {
         (failing, "fail", _fails_one_part_only),
     ],
     "what an application leaves out stays": [(succeeding, "_drop_left_out", lambda *_: False)],
-    "a replica that vanished is not noticed": [(replica_reports, "_follow_absence", lambda *_: None)],
+    "a replica that vanished is not noticed": [(replica_reports, "_apply_absence", lambda *_: None)],
     "a lost host's replicas are not replaced": [
         (replica_reports, "host_status", _never_lost),
     ],
     "silence counts although the bus hangs": [
-        (observed, "has_come", _by_the_clock),
-        (attention, "has_come", _by_the_clock),
+        (observed, "has_passed", _by_the_clock),
+        (attention, "has_passed", _by_the_clock),
         (BusLiveness, "unanswered", lambda *_: False),
         (BusLiveness, "answered", lambda *_: False),
     ],
     "whoever reports is believed": [(observed, "_check_free", lambda *_: None)],
     "a new leader believes whoever reports first": [(observed, "_check_free", _free_when_unknown)],
-    "an unhealthy replica is not replaced": [(replica_reports, "_follow_unhealthy", _stays_unhealthy)],
+    "an unhealthy replica is not replaced": [(replica_reports, "_apply_unhealthy", _stays_unhealthy)],
     "a stuck replica is never given up": [(replica_reports, "stuck_at", lambda *_: None)],
     "surplus replicas are never stopped": [(rollout, "stop_surplus", lambda *_: None)],
     "an update surges without limit": [
-        (starting, "surge_of", _surges_without_limit),
-        (stopping, "surge_of", _surges_without_limit),
+        (starting, "max_surge", _surges_without_limit),
+        (stopping, "max_surge", _surges_without_limit),
     ],
     "versions that replicas still run are forgotten": [(rollout, "_prune_versions", _drops_versions)],
     "all replicas are reconfigured at once": [
-        (reconfiguring, "unavailable_of", _surges_without_limit),
-        (stopping, "unavailable_of", _surges_without_limit),
+        (reconfiguring, "max_unavailable", _surges_without_limit),
+        (stopping, "max_unavailable", _surges_without_limit),
     ],
     "hosts are given more than they have": [(placement.Ledger, "free", _takes_every_room)],
     "snapshots that the bucket lacks are not published": [(reconcile, "_bucket_actions", lambda *_: [])],
@@ -284,19 +284,19 @@ MUTANTS: dict[str, list[Patch]] = {
     ],
     "an unacknowledged host goal is not sent again": [(host_goals, "GOAL_RESEND_AFTER_S", 1e9)],
     "who stood still goes on": [(LeadersBoundary, "cross", _never_unsure)],
-    "numbers that a restored store lost are given again": [(Term, "_hears_claims", lambda _: False)],
+    "numbers that a restored store lost are given again": [(Term, "_has_claims_ahead", lambda _: False)],
     "a leader goes on upon a store that was restored": [(WorldStore, "fence_writes", lambda *_: None)],
     "late writes of an older epoch are made": [(WorldStore, "fence", lambda *_: None)],
     "force_kill is ignored": [(backends, "give_up", _gives_up_gently)],
     "a rollback goes to the oldest revision": [(ROLLBACK, "_chosen", _the_oldest_revision)],
     "a recorded change asks for no look at room": [
-        (reconcile, "of_changes", _without("has_room", attention.of_changes)),
-        (term, "of_changes", _without("has_room", attention.of_changes)),
-        (hearing, "of_host_report", _without("has_room", attention.of_host_report)),
+        (reconcile, "dirty_by_changes", _without("has_room", attention.dirty_by_changes)),
+        (term, "dirty_by_changes", _without("has_room", attention.dirty_by_changes)),
+        (hearing, "dirty_by_host_report", _without("has_room", attention.dirty_by_host_report)),
         (attention.SilenceDetector, "of_host", _without("has_room", attention.SilenceDetector.of_host)),
     ],
     "a recorded change asks for no look at goals": [
-        (reconcile, "of_changes", _without("goals", attention.of_changes)),
+        (reconcile, "dirty_by_changes", _without("goals", attention.dirty_by_changes)),
     ],
     "the autoscaler moves what a user has paused": [
         (Backend, "autoscaling", property(_autoscaled_though_paused))
@@ -306,10 +306,10 @@ MUTANTS: dict[str, list[Patch]] = {
     ],
     "the autoscaler knows no limits": [(scaling, "_with_num", _without_limits)],
     "a host's report asks for no look at the host": [
-        (hearing, "of_host_report", _without("hosts", attention.of_host_report)),
+        (hearing, "dirty_by_host_report", _without("hosts", attention.dirty_by_host_report)),
     ],
     "a proxy's report asks for no look at goals": [
-        (hearing, "of_proxy_report", _without("goals", attention.of_proxy_report)),
+        (hearing, "dirty_by_proxy_report", _without("goals", attention.dirty_by_proxy_report)),
     ],
 }
 
@@ -337,8 +337,8 @@ HARMLESS: dict[str, list[Patch]] = {
     "nothing is swept": [(hearing, "SWEEP_STEP_S", 1e9)],
     "host goals are sent again sooner": [(host_goals, "GOAL_RESEND_AFTER_S", 0.3)],
     "every plan looks at everything": [
-        (reconcile, "of_changes", lambda *_: attention.EVERYTHING),
-        (term, "of_changes", lambda *_: attention.EVERYTHING),
+        (reconcile, "dirty_by_changes", lambda *_: attention.EVERYTHING),
+        (term, "dirty_by_changes", lambda *_: attention.EVERYTHING),
     ],
 }
 

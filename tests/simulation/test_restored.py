@@ -11,10 +11,10 @@ import pytest
 from serve_common.api import commands as c
 from serve_common.errors import NotLeading
 from serve_common.names import BackendTag
-from serve_controller.core.restored import LOST_CONFIG_VERSION
+from serve_controller.core.restored import ADOPTED_CONFIG_VERSION
 from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.simulation.calm import check_converged, why_not_calm
-from tests.simulation.clients import VERB_OF, Client, Step
+from tests.simulation.clients import VERB_BY_REQUEST, Client, Step
 from tests.simulation.runs import SETTLE_S
 from tests.simulation.scenario import application, deploy
 from tests.simulation.world import Violated, World
@@ -158,7 +158,7 @@ def test_a_dump_that_is_made_while_the_store_is_made_true_is_as_good_as_any(afte
         world.run_until(lambda: False, after_s)
         restore, dumped = world.save_store(), world.store.checkpoint
         numbers = [v.config_version for b in dumped.backends.values() for v in b.versions()]
-        assert LOST_CONFIG_VERSION in numbers
+        assert ADOPTED_CONFIG_VERSION in numbers
         _converge(world)
         for _ in range(2):
             _do(world, LOST)
@@ -188,7 +188,7 @@ def test_a_leader_whose_epoch_a_restored_store_gave_to_another_writes_nothing() 
     assert [None if x.term is None else x.term.epoch for x in world.controllers] == [2, 2]
     before, answers = world.store.checkpoint, []
     command = deploy("b", "v1", num=1, request_id="r")
-    former.call(VERB_OF[type(command)], msgspec.json.encode(command), answers.append)
+    former.call(VERB_BY_REQUEST[type(command)], msgspec.json.encode(command), answers.append)
     with contextlib.suppress(Violated):
         world.run_until(lambda: bool(answers), 10.0)
     assert world.violations == []
@@ -202,7 +202,7 @@ def test_what_hosts_know_of_leaders_whose_terms_the_store_lost_is_a_claim() -> N
     _do(world, BEFORE)
     world.controllers[0].crash()
     for host in world.hosts:
-        host.hear_leader(world.store.epoch + 5)
+        host.on_leader_notice(world.store.epoch + 5)
     _do(world, LOST)
     _converge(world)
     assert world.violations == []

@@ -193,9 +193,9 @@ class World(Kernel):
         """A controller says to all that it leads."""
         for controller in self.controllers:
             if controller is not leader:
-                self.send(lambda controller=controller: controller.hear_leader(epoch))
+                self.send(lambda controller=controller: controller.on_leader_notice(epoch))
         for host in self.hosts:
-            self.send(lambda host=host: host.hear_leader(epoch))
+            self.send(lambda host=host: host.on_leader_notice(epoch))
         for proxy in self.proxies:
             self.send(lambda proxy=proxy: proxy.report() if proxy.is_up else None)
 

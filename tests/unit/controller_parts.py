@@ -7,7 +7,7 @@ import msgspec
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ordinal_of, replica_tag
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, parse_ordinal, replica_tag
 from serve_common.protocol.reports import HostReport
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import deployment_owned
@@ -115,7 +115,7 @@ def replica_of(
         since=NOW,
         host_id=None if host is None else HostId(host),
     )
-    assert made.ordinal == ordinal_of(made.replica_tag)
+    assert made.ordinal == parse_ordinal(made.replica_tag)
     return msgspec.structs.replace(made, **fields)
 
 

@@ -41,7 +41,7 @@ class NoMetrics:
     def __init__(self) -> None:
         self.answered: list[int] = []
 
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         self.answered.append(status)
 
     def count_refused(self, reason: str) -> None:
@@ -64,7 +64,7 @@ class Rig:
         self.metrics = NoMetrics()
         self.requests: dict[bytes, Request] = {}
         self._replies = itertools.count(1)
-        to_user: Mailbox[Any] = Mailbox(loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - it is made below
+        to_user: Mailbox[Any] = Mailbox(loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - it is made below
         self.bus_side = ReplicaProtocol(
             publish=self._publish,
             to_user=to_user.put,
@@ -73,8 +73,8 @@ class Rig:
             max_concurrent_queries=8,
             streams_bodies=self.code.streams_bodies,
         )
-        to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.take_outcome)
-        self.user_side = UserExecutor(self.code, to_bus.put)
+        to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.handle_outcome)
+        self.user_executor = UserExecutor(self.code, to_bus.put)
 
     def _publish(self, subject: bytes, frame: bytes) -> None:
         head, body = decode_frame(frame)
@@ -115,7 +115,7 @@ class Rig:
     async def idle(self) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             await self.bus_side.wait_idle()
-            await self.user_side.wait_idle()
+            await self.user_executor.wait_idle()
 
 
 class Answer:
@@ -169,7 +169,7 @@ class Request:
         asyncio.get_running_loop().call_soon(self.send, CreditHead(frames))
 
     def send(self, head: Head, body: bytes | memoryview = b"") -> None:
-        self._rig.bus_side.take_frame(b"s", self._reply, encode_frame(head, body), None)
+        self._rig.bus_side.handle_frame(b"s", self._reply, encode_frame(head, body), None)
 
     async def upload(self, pieces: list[Any], *, ends: bool = True) -> None:
         for number, piece in enumerate(pieces, 1):

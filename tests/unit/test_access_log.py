@@ -108,7 +108,7 @@ class Rig:
                 emit=self.spans.append,
                 monotonic_ns=lambda: 0,
                 wall_ns=0,
-                draw_bits=lambda _: next(numbers),
+                random_bits=lambda _: next(numbers),
             )
             traces = RequestTraces(tracer)
         self.log = AccessLog(self.lines.append, traces)
@@ -146,10 +146,10 @@ def test_a_request_that_was_sent_twice_names_the_replica_that_answered() -> None
     rig = Rig()
     followed = rig.begin(x_forwarded_for="192.0.2.7, 10.0.0.9", traceparent=PARENT)
     followed.asks(rig.ask())
-    assert followed.attempt_begun(ReplicaTag("default/b#1"), is_patient=False) == PARENT
+    assert followed.attempt_started(ReplicaTag("default/b#1"), may_queue=False) == PARENT
     followed.attempt_failed("busy", "no room")
     followed.attempt_ended(0)
-    followed.attempt_begun(ReplicaTag("default/b#2"), is_patient=False)
+    followed.attempt_started(ReplicaTag("default/b#2"), may_queue=False)
     followed.attempt_ended(200)
     followed.ended(200, None, 11)
     followed.ended(499)
@@ -205,7 +205,12 @@ def test_a_socket_says_what_went_both_ways_and_how_it_ended(code: int, told: int
     followed = rig.begin()
     followed.asks(rig.ask(kind=RequestKind.WEBSOCKET))
     socket = SimpleNamespace(
-        heard_messages=2, heard_bytes=20, said_messages=3, said_bytes=30, last_code=code, failure=""
+        received_messages=2,
+        received_message_bytes=20,
+        sent_messages=3,
+        sent_message_bytes=30,
+        last_code=code,
+        failure="",
     )
     followed.talks(socket)
     followed.ended(101)
@@ -223,7 +228,7 @@ def test_a_traced_request_is_followed_by_both_and_one_that_is_not_sampled_only_l
     followed = rig.begin(traceparent=PARENT if is_sampled else PARENT[:-1] + "0")
     followed.asks(rig.ask())
     followed.waits("replica")
-    sent_along = followed.attempt_begun(ReplicaTag("default/b#1"), is_patient=True)
+    sent_along = followed.attempt_started(ReplicaTag("default/b#1"), may_queue=True)
     followed.attempt_ended(200)
     followed.ended(200)
     assert rig.line.get("trace_id") == (PARENT.split("-")[1] if is_sampled else None)

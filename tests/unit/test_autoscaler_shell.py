@@ -12,7 +12,7 @@ from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingContex
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.protocol.reports import ProxyReport, Wake
 from serve_controller.core.autoscaling.values import (
-    LoadAsk,
+    LoadRequest,
     LoadSample,
     ScalingDecision,
     ScalingDecisionKind,
@@ -67,10 +67,10 @@ class FakeLoads:
 
     def __init__(self, **loads: float | None) -> None:
         self.loads = {f"default/{name}": load for name, load in loads.items()}
-        self.asked: list[tuple[list[LoadAsk], Targets]] = []
+        self.asked: list[tuple[list[LoadRequest], Targets]] = []
 
     async def read(
-        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+        self, asks: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         self.asked.append((list(asks), targets))
         return {
@@ -182,7 +182,7 @@ async def test_a_user_who_speaks_while_the_load_is_read_wins() -> None:
     read = rig.loads.read
 
     async def read_slowly(
-        asks: Sequence[LoadAsk], targets: Targets, now: float
+        asks: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         found = await read(asks, targets, now)
         backend = rig.term.checkpoint.backends[TAG]

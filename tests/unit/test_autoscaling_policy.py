@@ -7,7 +7,7 @@ import math
 import pytest
 
 from serve_common.config.autoscaling import AutoscalingQuery, QueryMeaning
-from serve_controller.core.autoscaling.demand import FEWER_MAX, largest_wanted, note_wanted
+from serve_controller.core.autoscaling.demand import FEWER_MAX, largest_wanted, record_wanted
 from serve_controller.core.autoscaling.values import ScalingDecisionKind
 from tests.unit.autoscaling_rounds import Rounds
 
@@ -128,7 +128,7 @@ def test_a_number_that_somebody_else_set_gets_the_whole_delay():
 def test_the_memory_is_bounded_and_forgetting_only_delays():
     fewer = ()
     for step in range(500):
-        fewer = note_wanted(fewer, 1000 - step, float(step))
+        fewer = record_wanted(fewer, 1000 - step, float(step))
         assert len(fewer) <= FEWER_MAX
     for delay_s in (0, 10, 100, 300, 490):
         exact = 1000 - (499 - delay_s)

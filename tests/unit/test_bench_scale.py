@@ -97,7 +97,7 @@ def test_a_host_refuses_older_goals(number: tuple[int, int]):
 
 def test_a_host_refuses_goals_of_a_leader_that_was_followed_by_another():
     host = SimulatedHost(host_id(0), 1.0)
-    host.hear_leader(3)
+    host.on_leader_notice(3)
     assert host.take_goal(goal((2, 5), 1, 7)).is_refused
     assert not host.has_goal
     host.take_goal(goal((3, 1), 1, 7))
@@ -143,8 +143,8 @@ async def test_hosts_report_at_once_what_they_were_told_and_again_when_it_runs()
 async def test_proxies_report_changes_that_come_together_once_and_each_for_itself():
     bus, tally = HeardBus(), Tally()
     fleet = ProxyFleet(bus, Subjects(), 2, tally, started_at=1.0)
-    fleet.hear_bucket({"backends.a": (1, b'{"snapshot_id": 4}')}, whole=True)
-    fleet.hear_bucket({"backends.b": (2, b'{"snapshot_id": 6}')}, whole=False)
+    fleet.on_bucket_entries({"backends.a": (1, b'{"snapshot_id": 4}')}, whole=True)
+    fleet.on_bucket_entries({"backends.b": (2, b'{"snapshot_id": 6}')}, whole=False)
     reports = [msgspec.json.decode((await bus.sent.get())[1], type=ProxyReport) for _ in range(2)]
     assert [r.applied_snapshot_id for r in reports] == [6, 6]
     assert reports[0].proxy_id != reports[1].proxy_id

@@ -40,7 +40,7 @@ from serve_controller.core.objects import (
     Revision,
     key_of,
 )
-from serve_controller.core.placement import goal_bytes_of, needs_of
+from serve_controller.core.placement import estimate_goal_bytes, resource_needs
 from serve_controller.core.snapshots import derive_endpoint
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -143,9 +143,9 @@ def test_a_version_1_goal_owns_the_backend_and_the_endpoint_of_its_deployment():
 def test_a_version_1_replica_takes_what_its_version_of_the_backend_needs():
     checkpoint = load_checkpoint(example_rows(1))
     backend, replica = checkpoint.backends[TAG], checkpoint.replicas[TAG][ReplicaTag("default/digits#4")]
-    assert replica.needs == needs_of(backend.target)
+    assert replica.needs == resource_needs(backend.target)
     assert replica.needs["CPU"] == 0.5
-    assert replica.goal_bytes == goal_bytes_of(backend.target) > 0
+    assert replica.goal_bytes == estimate_goal_bytes(backend.target) > 0
     assert checkpoint.load_of(HostId("host-1")).goal_bytes == replica.goal_bytes
 
 

@@ -15,14 +15,14 @@ import pytest
 
 from muster.client.address import StackAddress, parse_urls
 from muster.client.admin import AdminClient
-from muster.client.connect import Caller, who_am_i
+from muster.client.connect import Caller, default_principal
 from muster.client.requests import (
     ERRORS_BY_CODE,
     AdminReply,
-    NoAnswer,
-    NobodyListens,
+    NoListeners,
+    NoReply,
     UnknownError,
-    error_from_view,
+    restore_error,
 )
 from serve_common.api.commands import ChangeReply, Deploy, SetTraffic
 from serve_common.api.queries import GetHosts, PagedQuery, WaitForGoal
@@ -94,8 +94,8 @@ def client(bus: PlayedBus, **options: Any) -> AdminClient:
 async def test_a_deploy_is_sent_again_with_the_same_request_id_while_no_controller_answers() -> None:
     reply = ChangeReply(goal_id=GoalId("g1"), updating=True)
     bus = PlayedBus(
-        NobodyListens("nobody"),
-        NoAnswer("nothing came"),
+        NoListeners("nobody"),
+        NoReply("nothing came"),
         BusUnavailable("NATS is away"),
         failed("not_leading", "try again"),
         failed("store_unavailable", "Postgres is away"),
@@ -128,8 +128,8 @@ async def test_each_deploy_has_a_request_id_of_its_own_unless_the_caller_gives_o
 @pytest.mark.parametrize(
     ("reply", "kind", "text"),
     [
-        (NobodyListens("nobody"), TransientError, "no controller answers at nats://played:4222"),
-        (NoAnswer("nothing came"), TransientError, "no controller answered in time at nats://played:4222"),
+        (NoListeners("nobody"), TransientError, "no controller answers at nats://played:4222"),
+        (NoReply("nothing came"), TransientError, "no controller answered in time at nats://played:4222"),
         (failed("store_unavailable", "Postgres is away"), StoreUnavailable, "Postgres is away"),
         (failed("not_leading", "try again"), NotLeading, "try again"),
         (failed("fenced_out", "epoch 7 began"), FencedOut, "epoch 7"),
@@ -202,7 +202,7 @@ async def test_a_bad_field_comes_back_with_its_path() -> None:
 
 @pytest.mark.parametrize("code", sorted(ERRORS_BY_CODE))
 def test_every_error_that_is_sent_comes_back_as_itself(code: str) -> None:
-    error = error_from_view(ErrorView(code=code, message="f: why", field="f"))
+    error = restore_error(ErrorView(code=code, message="f: why", field="f"))
     assert type(error) is ERRORS_BY_CODE[code]
     assert error.error_code == code
     assert str(error) == "f: why"
@@ -213,7 +213,7 @@ async def test_waiting_asks_in_slices_and_tells_the_progress_of_each() -> None:
         return ok(GoalView(goal_id=GoalId("g1"), status=GoalStatus.PENDING, message=message))
 
     done = GoalView(goal_id=GoalId("g1"), status=GoalStatus.SUCCEEDED)
-    bus = PlayedBus(pending("0 of 2"), NobodyListens("nobody"), pending("1 of 2"), ok(done))
+    bus = PlayedBus(pending("0 of 2"), NoListeners("nobody"), pending("1 of 2"), ok(done))
     heard: list[GoalView] = []
 
     assert await client(bus).wait_for_goal(GoalId("g1"), deadline_s=60, on_progress=heard.append) == done
@@ -288,7 +288,7 @@ def test_the_client_has_no_method_that_the_table_lacks() -> None:
 @pytest.mark.parametrize("verb", sorted(COMMANDS))
 async def test_every_command_says_who_sends_it_and_keeps_its_id_over_retries(verb: str) -> None:
     request_type, reply_type = COMMANDS[verb]
-    bus = PlayedBus(NobodyListens("nobody"), ok(sample(reply_type)))
+    bus = PlayedBus(NoListeners("nobody"), ok(sample(reply_type)))
     await getattr(client(bus, who="ada@desk"), verb)(sample(request_type))
     assert bus.headers == [{"Muster-Who": "ada@desk"}] * 2
     first, second = (body for _subject, body, _timeout in bus.sent)
@@ -304,11 +304,11 @@ async def test_queries_say_nothing_of_who_asks() -> None:
 
 
 def test_who_we_are_fits_into_a_header() -> None:
-    user, _, host = who_am_i().partition("@")
+    user, _, host = default_principal().partition("@")
     assert user
     assert host
-    assert len(who_am_i()) <= WHO_LENGTH_MAX
-    assert who_am_i().isascii()
+    assert len(default_principal()) <= WHO_LENGTH_MAX
+    assert default_principal().isascii()
 
 
 def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,8 +317,8 @@ def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("getpass.getuser", nameless)
     monkeypatch.setattr("socket.gethostname", lambda: "h\u00e9\n" + "x" * 300)
-    assert who_am_i().startswith(f"uid-{os.getuid()}@h??xxx")
-    assert len(who_am_i()) == WHO_LENGTH_MAX
+    assert default_principal().startswith(f"uid-{os.getuid()}@h??xxx")
+    assert len(default_principal()) == WHO_LENGTH_MAX
 
 
 def hosts_after(bus_limit: int, count: int) -> Callable[[bytes], Reply]:
@@ -391,14 +391,14 @@ async def test_a_call_goes_to_the_endpoints_subject_and_comes_back_raw() -> None
 
 
 async def test_a_call_that_nobody_heard_is_sent_again_and_any_other_is_not() -> None:
-    heard_late = PlayedBus(NobodyListens("nobody"), AdminReply(b"7"))
+    heard_late = PlayedBus(NoListeners("nobody"), AdminReply(b"7"))
     assert (await caller(heard_late).call("digits", b"", headers={}, timeout_s=1)).body == b"7"
 
-    never_heard = PlayedBus(NobodyListens("nobody"))
+    never_heard = PlayedBus(NoListeners("nobody"))
     with pytest.raises(TransientError, match="no proxy answers calls at nats://played:4222"):
         await caller(never_heard).call("digits", b"", headers={}, timeout_s=1)
 
-    lost = PlayedBus(NoAnswer("nothing came"))
+    lost = PlayedBus(NoReply("nothing came"))
     with pytest.raises(DeadlineExceeded, match="digits did not answer within 1 s"):
         await caller(lost).call("digits", b"", headers={}, timeout_s=1)
     assert len(lost.sent) == 1

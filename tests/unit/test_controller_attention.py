@@ -16,9 +16,9 @@ from serve_controller.core.dirty_set import (
     DirtySets,
     DueChecks,
     SilenceDetector,
-    of_changes,
-    of_host_report,
-    of_proxy_report,
+    dirty_by_changes,
+    dirty_by_host_report,
+    dirty_by_proxy_report,
 )
 from serve_controller.core.host_goals import DueTime
 from serve_controller.core.objects import HostRecord, ObjectChanges, ObjectKind, ReplicaState
@@ -32,7 +32,7 @@ from serve_controller.core.observed import (
     observe_host,
     observe_proxy,
 )
-from serve_controller.shell.observations import SWEEP_S, TIDY_EVERY_S, TermObservations
+from serve_controller.shell.observations import GC_EVERY_S, SWEEP_S, TermObservations
 from tests.simulation.attentive_loop import AttentiveLoop
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost
@@ -76,36 +76,36 @@ def proxy_heard(**fields: object) -> ProxyObserved:
 
 def test_a_report_that_says_nothing_new_asks_for_no_look() -> None:
     first, second = hosts_heard(host_report(1), host_report(2))
-    assert of_host_report(first, second) == NOTHING
-    assert of_proxy_report(proxy_heard(), proxy_heard(sequence=2)) == NOTHING
+    assert dirty_by_host_report(first, second) == NOTHING
+    assert dirty_by_proxy_report(proxy_heard(), proxy_heard(sequence=2)) == NOTHING
 
 
 def test_a_new_host_or_a_new_life_of_one_is_looked_at_and_may_have_room() -> None:
     (first,) = hosts_heard(host_report())
-    assert of_host_report(None, first) == DirtySet(hosts=frozenset({HOST}), has_room=True)
+    assert dirty_by_host_report(None, first) == DirtySet(hosts=frozenset({HOST}), has_room=True)
     old, new = hosts_heard(host_report(), host_report(1, incarnation="j", started_at=2.0))
-    assert of_host_report(old, new) == DirtySet(hosts=frozenset({HOST}), has_room=True)
+    assert dirty_by_host_report(old, new) == DirtySet(hosts=frozenset({HOST}), has_room=True)
 
 
 def test_a_changed_inventory_or_acknowledgement_is_looked_at() -> None:
     replica = ReplicaReport(replica_tag=replica_of(1, V1).replica_tag, status=ReplicaStatus.RUNNING)
     for fields in ({"replicas": [replica]}, {"generation": 2}, {"epoch": 2}):
         old, new = hosts_heard(host_report(1), host_report(2, **fields))
-        assert of_host_report(old, new) == DirtySet(hosts=frozenset({HOST}))
+        assert dirty_by_host_report(old, new) == DirtySet(hosts=frozenset({HOST}))
 
 
 def test_a_host_that_grew_or_no_longer_leaves_may_have_room() -> None:
     old, new = hosts_heard(host_report(1), host_report(2, resources={"CPU": 8.0}))
-    assert of_host_report(old, new).has_room
+    assert dirty_by_host_report(old, new).has_room
     old, new = hosts_heard(host_report(1, leaving=True), host_report(2))
-    assert of_host_report(old, new).has_room
+    assert dirty_by_host_report(old, new).has_room
 
 
 def test_what_a_proxy_applied_or_cannot_apply_concerns_goals() -> None:
-    assert of_proxy_report(proxy_heard(), proxy_heard(applied_snapshot_id=8)) == DirtySet(goals=True)
-    assert of_proxy_report(proxy_heard(), proxy_heard(http_error="no")) == DirtySet(goals=True)
-    assert of_proxy_report(None, proxy_heard()) == DirtySet(proxies=frozenset({PROXY}), goals=True)
-    assert of_proxy_report(proxy_heard(), proxy_heard(leaving=True)).proxies == {PROXY}
+    assert dirty_by_proxy_report(proxy_heard(), proxy_heard(applied_snapshot_id=8)) == DirtySet(goals=True)
+    assert dirty_by_proxy_report(proxy_heard(), proxy_heard(http_error="no")) == DirtySet(goals=True)
+    assert dirty_by_proxy_report(None, proxy_heard()) == DirtySet(proxies=frozenset({PROXY}), goals=True)
+    assert dirty_by_proxy_report(proxy_heard(), proxy_heard(leaving=True)).proxies == {PROXY}
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -114,22 +114,22 @@ def test_what_a_proxy_applied_or_cannot_apply_concerns_goals() -> None:
 def test_a_changed_replica_concerns_its_backend_and_its_host_and_one_that_is_gone_leaves_room() -> None:
     before = checkpoint_of(backend_of(V1), replica_of(1, V1))
     put = ObjectChanges((replica_of(1, V1, ReplicaState.SHOULD_STOP),))
-    looked = of_changes(before, before.applied(put), put)
+    looked = dirty_by_changes(before, before.applied(put), put)
     assert (looked.backends, looked.hosts, looked.has_room) == ({TAG}, {HOST}, False)
     gone = ObjectChanges(deletes=((ObjectKind.REPLICA, "default/a#1"),))
-    looked = of_changes(before, before.applied(gone), gone)
+    looked = dirty_by_changes(before, before.applied(gone), gone)
     assert (looked.backends, looked.hosts, looked.has_room) == ({TAG}, {HOST}, True)
 
 
 def test_a_drained_host_concerns_every_backend_on_it() -> None:
     before = checkpoint_of(backend_of(V1), replica_of(1, V1), HostRecord(host_id=HOST, generation=1))
     changes = ObjectChanges((HostRecord(host_id=HOST, generation=1, draining=True),))
-    looked = of_changes(before, before.applied(changes), changes)
+    looked = dirty_by_changes(before, before.applied(changes), changes)
     assert (looked.backends, looked.hosts, looked.has_room) == ({TAG}, {HOST}, True)
 
 
 def test_no_change_concerns_nobody() -> None:
-    assert of_changes(Checkpoint(), Checkpoint(), ObjectChanges()) == NOTHING
+    assert dirty_by_changes(Checkpoint(), Checkpoint(), ObjectChanges()) == NOTHING
 
 
 def test_a_change_of_one_deployment_is_planned_without_a_look_at_another() -> None:
@@ -189,17 +189,17 @@ def test_a_proxy_that_falls_silent_concerns_goals() -> None:
 
 
 def test_attention_is_gathered_until_a_plan_takes_it() -> None:
-    attending = DirtySets()
-    attending.add(NOTHING)
-    assert attending.is_empty
-    attending.add(DirtySet(backends=frozenset({TAG}), goals=True))
-    attending.add(DirtySet(hosts=frozenset({HOST}), has_room=True))
-    assert attending.take() == DirtySet(
+    dirty_sets = DirtySets()
+    dirty_sets.add(NOTHING)
+    assert dirty_sets.is_empty
+    dirty_sets.add(DirtySet(backends=frozenset({TAG}), goals=True))
+    dirty_sets.add(DirtySet(hosts=frozenset({HOST}), has_room=True))
+    assert dirty_sets.take() == DirtySet(
         backends=frozenset({TAG}), hosts=frozenset({HOST}), goals=True, has_room=True
     )
-    assert attending.take() == NOTHING
-    attending.add(EVERYTHING)
-    assert attending.take() == EVERYTHING
+    assert dirty_sets.take() == NOTHING
+    dirty_sets.add(EVERYTHING)
+    assert dirty_sets.take() == EVERYTHING
 
 
 # -- hearing -----------------------------------------------------------------------------------------------------------
@@ -212,23 +212,23 @@ def test_the_first_plan_of_a_term_looks_at_everything() -> None:
 def test_the_bus_going_and_coming_makes_everything_worth_a_look() -> None:
     hearing = TermObservations(NOW, no_refusal)
     hearing.fold(Checkpoint(), NOW)
-    hearing.hear_break(None)
+    hearing.on_bus_break(None)
     assert hearing.fold(Checkpoint(), NOW).is_everything
     assert hearing.observed.since is None
-    hearing.hear_break(NOW + 1)
+    hearing.on_bus_break(NOW + 1)
     assert hearing.fold(Checkpoint(), NOW + 1).is_everything
 
 
 def test_of_the_buckets_news_late_ones_change_nothing() -> None:
     hearing = TermObservations(NOW, no_refusal)
-    hearing.hear_bucket({"k": (5, 50)}, whole=False)
+    hearing.on_bucket_entries({"k": (5, 50)}, whole=False)
     assert hearing.observed.bucket is None, "nothing is known before the whole was read"
-    hearing.hear_bucket({"k": (5, 50), "l": (6, 60)}, whole=True)
+    hearing.on_bucket_entries({"k": (5, 50), "l": (6, 60)}, whole=True)
     hearing.fold(Checkpoint(), NOW)
-    hearing.hear_bucket({"k": (4, 40), "l": (7, None)}, whole=False)
+    hearing.on_bucket_entries({"k": (4, 40), "l": (7, None)}, whole=False)
     assert hearing.observed.bucket == Map({"k": 50})
     assert hearing.fold(Checkpoint(), NOW).keys == {"l"}
-    hearing.hear_bucket({"l": (6, 60)}, whole=False)
+    hearing.on_bucket_entries({"l": (6, 60)}, whole=False)
     assert hearing.observed.bucket == Map({"k": 50}), "a deletion is not undone by what came before it"
 
 
@@ -257,7 +257,7 @@ def test_everything_is_looked_at_in_turn_whatever_is_heard_and_what_is_over_is_f
         tidied += attention.tidy
     assert set(seen) == set(checkpoint.backends)
     assert len(seen) <= len(backends) + 3, "each once"
-    assert tidied == int(SWEEP_S / TIDY_EVERY_S)
+    assert tidied == int(SWEEP_S / GC_EVERY_S)
 
 
 def test_a_drain_is_planned_from_the_command_alone() -> None:

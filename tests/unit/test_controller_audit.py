@@ -7,7 +7,7 @@ import msgspec
 from serve_common.api.views import GoalStatus
 from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, HostId
-from serve_controller.core.audit import AUDIT_BYTES_MAX, LEFT_OUT, audit_of
+from serve_controller.core.audit import AUDIT_BYTES_MAX, LEFT_OUT, audit_values
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
@@ -41,7 +41,7 @@ def test_what_was_made_was_not_there_before() -> None:
         Counters(goal=1),
         HostRecord(host_id=HostId("h"), generation=3),
     )
-    old, new = audit_of(checkpoint_of(), ObjectChanges(values))
+    old, new = audit_values(checkpoint_of(), ObjectChanges(values))
     assert old == {"backend default/a": None, "endpoint default/a": None}
     assert new is not None
     assert list(new) == ["backend default/a", "endpoint default/a"]
@@ -76,7 +76,7 @@ def test_what_changed_is_told_as_it_was_and_is() -> None:
         ),
         ((ObjectKind.ENDPOINT, TAG), (ObjectKind.REPLICA, "default/a#1")),
     )
-    old, new = audit_of(before, changes)
+    old, new = audit_values(before, changes)
     assert old is not None
     assert new is not None
     titles = ["application shop", "backend default/a", "endpoint default/a", "host h", "http options"]
@@ -97,12 +97,12 @@ def test_what_changed_is_told_as_it_was_and_is() -> None:
 def test_a_change_of_nothing_that_users_decide_on_says_nothing() -> None:
     before = checkpoint_of(backend_of(V1))
     changes = ObjectChanges((backend_of(V1, goal_id="g2", start_failures=1), goal_of()))
-    assert audit_of(before, changes) == (None, None)
+    assert audit_values(before, changes) == (None, None)
 
 
 def test_large_values_are_named_and_not_repeated() -> None:
     large = version_of(user_config={"weights": "x" * 60_000}, num_replicas=3)
-    old, new = audit_of(checkpoint_of(backend_of(V1)), ObjectChanges((backend_of(large),)))
+    old, new = audit_values(checkpoint_of(backend_of(V1)), ObjectChanges((backend_of(large),)))
     assert old is not None
     assert new is not None
     config = new["backend default/a"]["target"]["backend_config"]
@@ -117,7 +117,7 @@ def test_each_side_is_bounded_and_says_what_is_missing() -> None:
     ]
     before = checkpoint_of(*backends)
     changes = ObjectChanges((), tuple((ObjectKind.BACKEND, backend.backend_tag) for backend in backends))
-    old, new = audit_of(before, changes)
+    old, new = audit_values(before, changes)
     for side in (old, new):
         assert side is not None
         assert len(msgspec.json.encode(side)) <= AUDIT_BYTES_MAX

@@ -54,7 +54,7 @@ def test_a_snapshot_of_all_deployments_tells_real_start_and_end_times() -> None:
 
 
 def test_deployments_that_are_gone_are_remembered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tidy, "ENDED_KEPT_MAX", 2)
+    monkeypatch.setattr(tidy, "ENDED_RETAINED_MAX", 2)
     loop = Loop()
     for name in "abc":
         loop.done(deploy(name, num=0))

@@ -20,7 +20,7 @@ from serve_common.config.endpoint import EndpointOptions
 from serve_common.errors import BadField, Conflict, NotFound
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import EndpointSnapshot
-from serve_controller.core.audit import audit_of
+from serve_controller.core.audit import audit_values
 from serve_controller.core.forecast import forecast
 from serve_controller.core.views import view_deployment, view_endpoints
 from tests.simulation.closed_loop import Loop
@@ -247,7 +247,7 @@ def test_a_plan_and_the_history_tell_of_changed_options() -> None:
     plan = forecast(before, before.applied(changes), loop.observed, loop.now)
     assert plan.replicas == []
     assert plan.notes == ["the endpoint default/a changes: backend_header none → X-To"]
-    old, new = audit_of(before, changes)
+    old, new = audit_values(before, changes)
     assert old is not None
     assert new is not None
     assert old["endpoint default/a"]["options"]["backend_header"] == ""

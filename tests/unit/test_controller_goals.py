@@ -167,7 +167,7 @@ def test_a_pending_goal_says_what_fails_before_it_gives_up() -> None:
 def test_finished_goals_are_forgotten_by_number_and_age_and_a_backends_newest_never(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tidy, "FINISHED_KEPT_MAX", 3)
+    monkeypatch.setattr(tidy, "FINISHED_RETAINED_MAX", 3)
     loop = Loop()
     for number in range(8):
         loop.command(deploy(num=number % 2))
@@ -175,7 +175,7 @@ def test_finished_goals_are_forgotten_by_number_and_age_and_a_backends_newest_ne
     assert len(loop.checkpoint.goals) == 4
     assert loop.backend().goal_id in loop.checkpoint.goals
     draft = Draft(loop.checkpoint)
-    tidy.tidy(draft, loop.observed, loop.now + 3 * tidy.FINISHED_KEPT_S)
+    tidy.tidy(draft, loop.observed, loop.now + 3 * tidy.FINISHED_RETENTION_S)
     assert set(draft.goals) == {loop.backend().goal_id}
 
 
@@ -196,7 +196,7 @@ def test_an_id_that_is_forgotten_is_told_from_one_that_never_was() -> None:
     loop.settle()
     loop.command(DeleteDeployment(name="a"))
     loop.settle()
-    loop.step(3 * tidy.FINISHED_KEPT_S)
+    loop.step(3 * tidy.FINISHED_RETENTION_S)
     with pytest.raises(NotFound, match="ended and is forgotten"):
         view_goal(loop.checkpoint, loop.observed, GoalId(str(goal_id)))
     with pytest.raises(NotFound, match="never given"):

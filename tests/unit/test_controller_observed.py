@@ -18,8 +18,8 @@ from serve_controller.core.observed import (
     HeldByAnother,
     HostStatus,
     ObservedState,
-    forget_silent,
-    holder_of,
+    drop_silent,
+    holder_digest,
     host_status,
     is_proxy_live,
     observe_break,
@@ -113,14 +113,14 @@ def test_an_id_whose_life_leaves_is_free_for_a_later_one_at_once() -> None:
 
 
 def test_a_new_leader_believes_whom_the_id_belonged_to_and_others_when_that_one_stays_silent() -> None:
-    holder, other = holder_of(report()), report(1, life=2)
+    holder, other = holder_digest(report()), report(1, life=2)
     assert HOST in observe_host(NOBODY, report(), 100.0, holder).hosts
     for seconds in (0.0, HOST_SUSPECT_AFTER_S - 0.1):
         with pytest.raises(HeldByAnother):
             observe_host(NOBODY, other, 100.0 + seconds, holder)
     assert HOST in observe_host(NOBODY, other, 100.0 + HOST_SUSPECT_AFTER_S, holder).hosts
     with pytest.raises(HeldByAnother):
-        observe_proxy(NOBODY, proxy(life=2), 100.0, holder_of(proxy()))
+        observe_proxy(NOBODY, proxy(life=2), 100.0, holder_digest(proxy()))
 
 
 def test_silence_that_nobody_could_have_heard_frees_no_id() -> None:
@@ -183,8 +183,8 @@ def test_a_proxy_counts_until_it_leaves_or_is_lost() -> None:
 
 def test_what_is_silent_for_long_is_forgotten() -> None:
     observed = observe_proxy(observe_host(NOBODY, report(), 101.0), proxy(), 101.0)
-    assert forget_silent(observed, 102.0) == observed
-    forgotten = forget_silent(observed, 101.0 + FORGET_AFTER_S)
+    assert drop_silent(observed, 102.0) == observed
+    forgotten = drop_silent(observed, 101.0 + FORGET_AFTER_S)
     assert (len(forgotten.hosts), len(forgotten.proxies)) == (0, 0)
     assert msgspec.structs.replace(forgotten, since=None).since is None
 
@@ -200,14 +200,14 @@ class Heard:
         self.hearing = TermObservations(
             100.0, lambda kind, sender, _error: self.refused.append(f"{kind} {sender}")
         )
-        self.hearing.hear_round_trip(1e9, 100.0)
+        self.hearing.on_round_trip(1e9, 100.0)
 
     def hear(self, now: float, *reports: HostReport | ProxyReport) -> list[str]:
         """Whom it tells of then."""
         for said in reports:
             self.hearing.hear(said, now)
         self.hearing.fold(Checkpoint(), now)
-        return [f"{event.kind} {event.subject}" for event in self.hearing.take_conflicts(now)]
+        return [f"{event.kind} {event.subject}" for event in self.hearing.pop_conflicts(now)]
 
 
 def test_a_process_that_begins_anew_before_the_last_life_counts_as_silent_is_no_conflict() -> None:
@@ -262,4 +262,4 @@ def test_who_reports_as_everybody_does_not_push_out_all_other_events() -> None:
     holders = [msgspec.structs.replace(report(), host_id=name) for name in names]
     forged = [msgspec.structs.replace(report(), host_id=name, incarnation="x") for name in names]
     told = [heard.hear(101.0 + n, *holders, *forged) for n in range(5)]
-    assert sum(len(names) for names in told) == hearing_module.CONFLICTS_TOLD_MAX
+    assert sum(len(names) for names in told) == hearing_module.CONFLICT_EVENTS_MAX

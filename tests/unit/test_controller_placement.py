@@ -10,8 +10,8 @@ from serve_common.names import BackendTag, HostId
 from serve_controller.core.checkpoint import UNITS, fits
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S, observe_host
-from serve_controller.core.placement import GOAL_BYTES_MAX, Ledger, goal_bytes_of, needs_of
-from serve_controller.core.rollout import NO_ROOM_FOR_CONFIG
+from serve_controller.core.placement import GOAL_BYTES_MAX, Ledger, estimate_goal_bytes, resource_needs
+from serve_controller.core.rollout import NO_CAPACITY_FOR_CONFIG
 from tests.simulation.closed_loop import Loop, check_converged, draft_of
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost
@@ -109,7 +109,7 @@ def test_every_kind_of_resource_is_counted(name: str) -> None:
     ledger = ledger_of(loop)
     placer = ledger.placer(TAG, needing(**{name: 1.0}))
     assert [placer.place() for _ in range(3)] == ["host-2", "host-2", None]
-    assert ledger.how_many_fit(needing(**{name: 1.0}), TAG, 10) == 2
+    assert ledger.count_fitting(needing(**{name: 1.0}), TAG, 10) == 2
     assert ledger.why_not(TAG, needing(**{name: 3.0})) == f"needs 3 {name} (the freest host has 2)"
 
 
@@ -220,7 +220,7 @@ def test_a_hosts_whole_goal_stays_within_one_message() -> None:
     loop.command(deploy(num=40, config="x" * 60_000))
     loop.steps(5)
     running = sum(s is ReplicaState.RUNNING for s in loop.states())
-    assert running == GOAL_BYTES_MAX // goal_bytes_of(loop.backend().target)
+    assert running == GOAL_BYTES_MAX // estimate_goal_bytes(loop.backend().target)
     assert any("larger than one message" in message for message in messages(loop))
     (sent, *_) = sorted(
         (len(msgspec.json.encode(g)) for g in loop.remembered.goals_sent.values()), reverse=True
@@ -238,18 +238,18 @@ def test_a_larger_config_reaches_only_as_many_replicas_as_their_hosts_goal_has_r
     assert loop.goal_status(goal_id) is GoalStatus.PENDING
     sizes = [len(msgspec.json.encode(goal)) for goal in loop.remembered.goals_sent.values()]
     assert max(sizes) < 1024 * 1024
-    assert NO_ROOM_FOR_CONFIG in messages(loop)
+    assert NO_CAPACITY_FOR_CONFIG in messages(loop)
     loop.command(deploy(num=40, config="y"))
     loop.settle()
     assert set(loop.user_configs()) == {"y"}
 
 
 def test_what_one_replica_needs_is_named_as_ray_names_it() -> None:
-    assert needs_of(needing(CPU=0.5, GPU=1.0, memory=100.0, lora=2.0)) == {
+    assert resource_needs(needing(CPU=0.5, GPU=1.0, memory=100.0, lora=2.0)) == {
         "CPU": 0.5,
         "GPU": 1.0,
         "memory": 100.0,
         "lora": 2.0,
     }
-    assert needs_of(needing(CPU=0.0)) == {}
+    assert resource_needs(needing(CPU=0.0)) == {}
     assert BackendTag("default/a") == TAG

@@ -18,7 +18,7 @@ from serve_controller.core import snapshots
 from serve_controller.core.commands.versions import replica_part
 from serve_controller.core.forecast import forecast
 from serve_controller.core.objects import ReplicaState
-from serve_controller.core.placement import GOAL_BYTES_MAX, goal_bytes_of
+from serve_controller.core.placement import GOAL_BYTES_MAX, estimate_goal_bytes
 from serve_controller.core.snapshots import derive_backend
 from tests.simulation.closed_loop import Loop
 from tests.simulation.orders import BAD_CODE, application, deploy, spec
@@ -220,8 +220,8 @@ def test_a_replica_that_waits_for_room_belongs_with_what_is_wanted_when_it_gets_
 def test_companions_count_towards_the_size_of_their_hosts_goal() -> None:
     companions = {BackendTag(f"{'a' * 63}/{'b' * 60}{n:03}"): n for n in range(100)}
     version = version_of()
-    with_them = goal_bytes_of(version, companions)
-    assert with_them - goal_bytes_of(version) >= len(msgspec.json.encode(companions)) - 2
+    with_them = estimate_goal_bytes(version, companions)
+    assert with_them - estimate_goal_bytes(version) >= len(msgspec.json.encode(companions)) - 2
     tag = BackendTag(f"{'a' * 63}/{'b' * 63}")
     goal = ReplicaGoal(
         replica_tag=ReplicaTag(f"{tag}#12345678"),

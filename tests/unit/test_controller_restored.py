@@ -17,12 +17,12 @@ from serve_controller.core.observed import HOST_LOST_AFTER_S, observe_host
 from serve_controller.core.reconcile import PublishSnapshot, SendHostGoal, reconcile
 from serve_controller.core.restored import (
     AHEAD_MAX,
+    CLAIMS_WAIT_S,
     MARGIN,
-    ROLL_CALL_S,
     Claims,
-    claims_of_report,
+    claims_complete_at,
+    get_report_claims,
     overtake,
-    roll_call_over_at,
 )
 from serve_controller.shell.observations import TermObservations
 from tests.simulation.wire import carried
@@ -257,11 +257,11 @@ def test_it_is_waited_for_everybody_who_may_speak() -> None:
     checkpoint, observed = restored()
     since = observed.since
     assert since is not None
-    assert roll_call_over_at(checkpoint, observed, since) == since + ROLL_CALL_S
+    assert claims_complete_at(checkpoint, observed, since) == since + CLAIMS_WAIT_S
     silent = checkpoint_of(HostRecord(host_id=HostId("host-2"), generation=1), base=checkpoint)
-    assert roll_call_over_at(silent, observed, since) == since + HOST_LOST_AFTER_S
+    assert claims_complete_at(silent, observed, since) == since + HOST_LOST_AFTER_S
     away = msgspec.structs.replace(observed, since=None)
-    assert roll_call_over_at(checkpoint, away, since) is None
+    assert claims_complete_at(checkpoint, away, since) is None
 
 
 @pytest.mark.parametrize(
@@ -288,19 +288,19 @@ def test_an_absurd_claim_is_refused_with_its_whole_report(said: HostReport | Pro
 def test_an_absurd_value_of_the_bucket_is_to_be_put_right() -> None:
     refused: list[str] = []
     hearing = TermObservations(NOW, lambda kind, key, _: refused.append(f"{kind} {key}"))
-    hearing.hear_bucket({"endpoints.a": (1, 2**62), "endpoints.b": (2, 41)}, whole=True)
+    hearing.on_bucket_entries({"endpoints.a": (1, 2**62), "endpoints.b": (2, 41)}, whole=True)
     assert dict(hearing.observed.bucket or {}) == {"endpoints.a": 0, "endpoints.b": 41}
     assert (refused, hearing.claims.snapshot) == (["snapshot endpoints.a"], 41)
 
 
 def test_a_host_that_has_heard_of_a_leader_claims_its_epoch() -> None:
-    assert claims_of_report(report(epoch=6, leader_epoch=37)).epoch == 37
-    assert claims_of_report(report(epoch=6)).epoch == 6, "as hosts of an older version report"
+    assert get_report_claims(report(epoch=6, leader_epoch=37)).epoch == 37
+    assert get_report_claims(report(epoch=6)).epoch == 6, "as hosts of an older version report"
 
 
 def test_a_tag_without_a_number_claims_nothing() -> None:
     odd = ReplicaReport(replica_tag=replica_tag(TAG, 1).replace("#1", "#-x"), status=ReplicaStatus.RUNNING)  # type: ignore[arg-type]
-    assert claims_of_report(report(replicas=[odd])).ordinal == 0
+    assert get_report_claims(report(replicas=[odd])).ordinal == 0
 
 
 def test_raised_numbers_leave_room_for_ages() -> None:

@@ -12,7 +12,7 @@ from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.objects import HostRecord, ReplicaState
 from serve_controller.core.observed import observe_host
 from serve_controller.core.reconcile import reconcile
-from serve_controller.core.rollout import surge_of, unavailable_of
+from serve_controller.core.rollout import max_surge, max_unavailable
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import BAD_CODE, backend_config, deploy
 from tests.simulation.pure_host import PureHost
@@ -41,15 +41,15 @@ def serving(**options: object) -> Loop:
 @pytest.mark.parametrize(("wanted", "budget"), [(0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (100, 25)])
 def test_the_budget_is_a_quarter_and_at_least_one(wanted: int, budget: int) -> None:
     config = backend_config(wanted)
-    assert (surge_of(config), unavailable_of(config)) == (budget, budget)
+    assert (max_surge(config), max_unavailable(config)) == (budget, budget)
 
 
 @pytest.mark.parametrize(
     ("percent", "surge"), [(0.0, 0), (1.0, 1), (25.0, 2), (50.0, 4), (51.0, 5), (100.0, 8)]
 )
 def test_surge_and_unavailable_are_percentages_rounded_up(percent: float, surge: int) -> None:
-    assert surge_of(backend_config(8, max_surge_percent=percent)) == surge
-    assert unavailable_of(backend_config(8, max_unavailable_percent=percent)) == surge
+    assert max_surge(backend_config(8, max_surge_percent=percent)) == surge
+    assert max_unavailable(backend_config(8, max_unavailable_percent=percent)) == surge
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_an_update_stays_within_its_budgets(
         most, least = max(most, len(loop.running())), min(least, len(loop.routed() & loop.running()))
     assert most <= running_max
     assert least >= serving_min
-    assert most > 8 or not surge_of(backend_config(8, **options)), "it uses what it may"
+    assert most > 8 or not max_surge(backend_config(8, **options)), "it uses what it may"
     check_converged(loop)
 
 

@@ -84,11 +84,11 @@ class FakeBus:
             raise BusUnavailable("it hangs")
         self.round_trips += 1
 
-    async def begin_term(self, notice: LeaderNotice) -> None:
+    async def start_term(self, notice: LeaderNotice) -> None:
         self.notices.append(notice)
         assert self.service is not None
         held = {key: (1, snapshot.snapshot_id) for key, snapshot in self.bucket.items()}
-        self.service.hear_bucket(held, whole=True)
+        self.service.on_bucket_entries(held, whole=True)
 
     async def end_term(self) -> None:
         self.ended += 1
@@ -209,19 +209,19 @@ async def test_a_command_that_came_without_a_content_is_recorded_all_the_same() 
 
 async def test_who_cannot_reach_the_store_is_not_ready_whether_it_leads_or_not() -> None:
     async with running() as world:
-        assert world.service.why_not_ready() is None
+        assert world.service.readiness_error() is None
         second = world.controller("controller-2")
         world.tasks.start(second.run(), "second")
         await asyncio.sleep(0.02)
-        assert second.why_not_ready() is None, "it stands by"
+        assert second.readiness_error() is None, "it stands by"
         world.store.available = False
         with pytest.raises(StoreUnavailable):
             await world.deploy(num=0)
-        assert "leads, but Postgres is away" in (world.service.why_not_ready() or "")
-        await world.until(lambda: second.why_not_ready() is not None)
-        assert "could not take over" in (second.why_not_ready() or "")
+        assert "leads, but Postgres is away" in (world.service.readiness_error() or "")
+        await world.until(lambda: second.readiness_error() is not None)
+        assert "could not take over" in (second.readiness_error() or "")
         world.store.available = True
-        await world.until(lambda: world.service.why_not_ready() is None is second.why_not_ready())
+        await world.until(lambda: world.service.readiness_error() is None is second.readiness_error())
 
 
 async def test_a_standby_refuses_and_does_nothing() -> None:
@@ -229,8 +229,8 @@ async def test_a_standby_refuses_and_does_nothing() -> None:
         second = world.controller("controller-2")
         with pytest.raises(NotLeading):
             await second.admin.answer("list_deployments", b"")
-        second.hear_bucket({}, whole=True)
-        second.bus_came()
+        second.on_bucket_entries({}, whole=True)
+        second.on_bus_restored()
 
 
 async def test_a_term_that_begins_while_the_bus_is_away_takes_nobodys_silence_for_death() -> None:
@@ -246,7 +246,7 @@ async def test_a_term_that_begins_while_the_bus_is_away_takes_nobodys_silence_fo
         rows = {key for key in world.store.rows if key[0] == "replica"}
         assert len(rows) == 2
 
-        world.service.bus_went()
+        world.service.on_bus_lost()
         world.lose()
         await world.until(lambda: world.service.term is None)
         world.store.lease_expires_at = float("-inf")
@@ -255,7 +255,7 @@ async def test_a_term_that_begins_while_the_bus_is_away_takes_nobodys_silence_fo
         await asyncio.sleep(0.2)  # some cycles
         assert {key for key in world.store.rows if key[0] == "replica"} == rows
 
-        world.service.bus_came()
+        world.service.on_bus_restored()
         world.service.hear(host.report())
         await world.until(lambda: world.bus.goals[-1].epoch >= 3)
         assert {g.replica_tag for g in world.bus.goals[-1].replicas} == host.running()
@@ -279,12 +279,12 @@ async def test_a_bus_that_hangs_makes_nobody_silent() -> None:
     async with with_two_replicas() as (world, host, keys):
         world.bus.answers.clear()
         world.clock.ahead_s += 3 * HOST_LOST_AFTER_S
-        await world.until(lambda: "NATS does not answer" in (world.service.why_not_ready() or ""))
+        await world.until(lambda: "NATS does not answer" in (world.service.readiness_error() or ""))
         await asyncio.sleep(0.2)  # some cycles
         assert world.replica_keys() == keys
 
         world.bus.answers.set()
-        await world.until(lambda: world.service.why_not_ready() is None)
+        await world.until(lambda: world.service.readiness_error() is None)
         assert len(world.bus.notices) == 2, "everybody is asked to report anew"
         world.clock.ahead_s += HOST_LOST_AFTER_S / 2
         await asyncio.sleep(0.2)
@@ -482,10 +482,10 @@ async def test_a_lost_leadership_ends_the_term_also_when_the_cancellation_is_swa
 
 async def test_a_newer_leaders_notice_ends_the_term_and_an_older_one_does_not() -> None:
     async with running() as world:
-        world.service.hear_leader(LeaderNotice(controller_id="x", epoch=1))
+        world.service.on_leader_notice(LeaderNotice(controller_id="x", epoch=1))
         await world.deploy(num=0)
         assert world.bus.ended == 0
-        world.service.hear_leader(LeaderNotice(controller_id="x", epoch=70))
+        world.service.on_leader_notice(LeaderNotice(controller_id="x", epoch=70))
         # The store judges: this one may lead again, and a notice that it knows nothing of ends one term only.
         await world.until_leading(epoch=2)
         goal_id = await world.deploy("b", num=0)
@@ -520,7 +520,7 @@ async def test_a_burst_of_reports_is_taken_together_and_bounded() -> None:
         assert term is not None
         await world.until(lambda: HostId("host-1") in term.observed.hosts)
         assert term.observed.hosts[HostId("host-1")].report.sequence == 2000, "one plan took them all"
-        assert term._hearing._inbox.maxlen == INBOX_MAX
+        assert term._observations._inbox.maxlen == INBOX_MAX
 
 
 async def test_who_changed_what_stands_in_the_history_and_goals_tell_their_progress() -> None:

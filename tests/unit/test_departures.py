@@ -29,7 +29,7 @@ class Begun:
 def test_what_a_request_has_begun_is_cancelled_once_and_what_it_begins_later_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_common.runtime.request_context.LEFT_MAX", 1)
+    monkeypatch.setattr("serve_common.runtime.request_context.DISCONNECTED_MAX", 1)
     known = DisconnectPropagation()
     first, other, ended, late, after = (Begun() for _ in range(5))
     known.watch(b"a", first)
@@ -52,8 +52,8 @@ def test_what_a_request_has_begun_is_cancelled_once_and_what_it_begins_later_too
 def known(monkeypatch: pytest.MonkeyPatch) -> DisconnectPropagation:
     """The rigs give their requests the same keys again and again, which no router does."""
     known = DisconnectPropagation()
-    monkeypatch.setattr("muster.handles.calls.departures", known)
-    monkeypatch.setattr("serve_replica_host.replica.user.executor.departures", known)
+    monkeypatch.setattr("muster.handles.calls.disconnect_propagation", known)
+    monkeypatch.setattr("serve_replica_host.replica.user.executor.disconnect_propagation", known)
     return known
 
 

@@ -12,13 +12,13 @@ from structlog.testing import capture_logs
 
 from muster.cli.session import Session
 from muster.embedded import run_record as leftovers
-from muster.embedded.disk import DiskWatch, disk_is_full
+from muster.embedded.disk import DiskWatch, describe_full_disk
 from muster.embedded.options import CHECKOUT, StackFailed, StatePaths
 from muster.embedded.process import Happened, ProcessEvent, ProcessSpec
 from muster.embedded.run_record import RunRecord, lock_state, read_record, write_record
-from muster.embedded.services import storage_off
+from muster.embedded.services import disable_storage
 from muster.embedded.stack import EmbeddedStack
-from muster.embedded.supervisor import Supervisor, cut_when_long, open_log, rotate_at_start
+from muster.embedded.supervisor import Supervisor, open_log, rotate_at_start, truncate_large_log
 from serve_common.errors import StoreUnavailable
 from tests.small_disk import SmallDisk
 
@@ -45,12 +45,12 @@ def record(root: Path) -> RunRecord:
 
 
 def test_a_full_disk_is_named_and_one_with_room_is_not(disk: SmallDisk) -> None:
-    assert disk_is_full(disk.root) is None
+    assert describe_full_disk(disk.root) is None
     disk.fill()
-    assert disk_is_full(disk.root) == f"the disk of {disk.root} is full (0 KiB free); make room there"
-    assert disk_is_full(disk.root / "not there") is None
+    assert describe_full_disk(disk.root) == f"the disk of {disk.root} is full (0 KiB free); make room there"
+    assert describe_full_disk(disk.root / "not there") is None
     disk.free()
-    assert disk_is_full(disk.root) is None
+    assert describe_full_disk(disk.root) is None
 
 
 def test_a_long_log_is_given_up_where_it_cannot_be_kept(disk: SmallDisk) -> None:
@@ -59,7 +59,7 @@ def test_a_long_log_is_given_up_where_it_cannot_be_kept(disk: SmallDisk) -> None
     disk.fill()
 
     with capture_logs() as logs:
-        assert cut_when_long(log, size_max=1024 * 1024)
+        assert truncate_large_log(log, size_max=1024 * 1024)
 
     assert [line["event"] for line in logs] == ["log_not_kept"]
     assert log.stat().st_size == 0
@@ -122,7 +122,7 @@ async def test_a_start_on_a_full_disk_names_it(disk: SmallDisk) -> None:
 
 def test_storage_is_switched_off_in_the_configuration_that_is_used() -> None:
     whole = (CHECKOUT / "deploy" / "nats" / "nats.conf").read_text()
-    changed = storage_off(whole)
+    changed = disable_storage(whole)
     assert (
         changed.splitlines()[: whole[: whole.index("\njetstream")].count("\n")]
         == whole.splitlines()[: whole[: whole.index("\njetstream")].count("\n")]
@@ -143,11 +143,11 @@ async def test_a_server_never_reads_half_a_configuration_whatever_becomes_of_the
         return 0
 
     watch = DiskWatch(disk.root, config, 1, nats_pid, lambda _text: None)
-    await watch._open_storage_anew()
-    assert seen == [storage_off(whole), whole]
+    await watch._reopen_storage()
+    assert seen == [disable_storage(whole), whole]
     disk.fill()
     with pytest.raises(OSError, match="No space left"):
-        await watch._open_storage_anew()
+        await watch._reopen_storage()
     assert config.read_text() == whole
     assert len(seen) == 2
 

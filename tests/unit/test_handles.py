@@ -276,7 +276,7 @@ async def test_a_call_that_waited_for_the_bucket_does_not_wait_as_long_for_its_e
 async def test_a_bucket_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "BUCKET_WAIT_S", 0.01)
     world = make_world(monkeypatch)
-    world.router.why_not_routing = "nobody is there"
+    world.router.routing_error = "nobody is there"
     with pytest.raises(BusUnavailable, match="nobody is there"):
         await call(world.handle())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.handles.runtime import find_bus, find_outside
+from muster.handles.runtime import find_bus, find_bus_outside_replica
 from muster.secrets import generate
 from serve_common.errors import BusUnavailable
 from serve_common.identities.credentials import CredentialsFile
@@ -26,7 +26,7 @@ def test_credentials_lie_with_the_stack_that_is_found(tmp_path: Path) -> None:
     (tmp_path / "deep" / "down").mkdir(parents=True)
     admins = {"MUSTER_NATS_CREDS": str(secrets.credentials_file(Role.ADMIN))}
     for variables in ({}, admins):
-        bus = find_outside(variables, tmp_path / "deep" / "down")
+        bus = find_bus_outside_replica(variables, tmp_path / "deep" / "down")
         assert bus.servers == ["nats://127.0.0.1:4222"]
         assert bus.credentials == CredentialsFile(str(secrets.credentials_file(Role.CLIENT)))
         assert (bus.inbox_prefix, bus.subject_prefix) == ("_INBOX_client", "serve")
@@ -35,13 +35,15 @@ def test_credentials_lie_with_the_stack_that_is_found(tmp_path: Path) -> None:
 def test_credentials_may_be_given(tmp_path: Path) -> None:
     file = tmp_path / "given.creds"
     file.touch()
-    bus = find_outside({"MUSTER_NATS_URL": "nats://elsewhere", "MUSTER_CLIENT_CREDS": str(file)}, tmp_path)
+    bus = find_bus_outside_replica(
+        {"MUSTER_NATS_URL": "nats://elsewhere", "MUSTER_CLIENT_CREDS": str(file)}, tmp_path
+    )
     assert (bus.servers, bus.credentials) == (["nats://elsewhere:4222"], CredentialsFile(str(file)))
 
 
 def test_the_password_lies_with_the_stack_that_is_found(tmp_path: Path, password: str) -> None:
     (tmp_path / "deep" / "down").mkdir(parents=True)
-    bus = find_outside({}, tmp_path / "deep" / "down")
+    bus = find_bus_outside_replica({}, tmp_path / "deep" / "down")
     assert (bus.servers, bus.user, bus.password) == (["nats://127.0.0.1:4222"], "client", password)
     assert (bus.inbox_prefix, bus.subject_prefix) == ("_INBOX_client", "serve")
 
@@ -52,12 +54,12 @@ def test_an_admins_credentials_are_not_the_handles(tmp_path: Path, password: str
         "MUSTER_NATS_USER": "admin",
         "MUSTER_NATS_PASSWORD": "hunter22",
     }
-    bus = find_outside(variables, tmp_path)
+    bus = find_bus_outside_replica(variables, tmp_path)
     assert (bus.servers, bus.user, bus.password) == (["nats://localhost:4300"], "client", password)
 
 
 def test_a_password_never_goes_to_another_machine(tmp_path: Path, password: str) -> None:
-    assert find_outside({"MUSTER_NATS_URL": "nats://elsewhere:4222"}, tmp_path).password == ""
+    assert find_bus_outside_replica({"MUSTER_NATS_URL": "nats://elsewhere:4222"}, tmp_path).password == ""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_a_password_never_goes_to_another_machine(tmp_path: Path, password: str)
     ],
 )
 def test_a_password_may_be_given(tmp_path: Path, variables: dict[str, str]) -> None:
-    bus = find_outside(variables, tmp_path)
+    bus = find_bus_outside_replica(variables, tmp_path)
     assert (bus.servers, bus.password) == (["nats://elsewhere:4222"], "secret-1")
 
 
@@ -80,13 +82,13 @@ def test_a_password_may_come_from_a_file_and_the_user_have_another_name(tmp_path
         "MUSTER_CLIENT_USER": "team-a",
         "MUSTER_CLIENT_PASSWORD_FILE": str(tmp_path / "given"),
     }
-    bus = find_outside(variables, tmp_path)
+    bus = find_bus_outside_replica(variables, tmp_path)
     assert (bus.user, bus.password) == ("team-a", "secret-1")
 
 
 def test_no_stack_at_all_is_told(tmp_path: Path) -> None:
     with pytest.raises(BusUnavailable, match="no stack was found"):
-        find_outside({}, tmp_path)
+        find_bus_outside_replica({}, tmp_path)
 
 
 def test_a_replica_uses_its_own_bus() -> None:

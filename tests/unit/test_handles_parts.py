@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from muster.handles import calls as items_module
 from muster.handles.calls import ItemReader
-from muster.handles.wakeups import Wakers, wait_in_thread, waiter_here
+from muster.handles.wakeups import Wakers, make_waiter, wait_in_thread
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.runtime.threads import Mailbox
 
@@ -54,7 +54,7 @@ def test_a_thread_is_woken_however_it_meets_what_it_waits_for() -> None:
 
 
 async def test_every_waiter_of_a_loop_is_woken_by_another_thread() -> None:
-    waiters = [waiter_here() for _ in range(200)]
+    waiters = [make_waiter() for _ in range(200)]
 
     def wake() -> None:
         for _, waker in waiters:

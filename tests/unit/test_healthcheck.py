@@ -9,18 +9,18 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
-from serve_common.runtime.healthcheck import why_unhealthy
+from serve_common.runtime.healthcheck import check_url
 from serve_common.runtime.operations import OperationsServer
 from serve_common.runtime.settings import OperationsSettings
 
 
 async def ask(reason: str | None, path: str) -> str | None:
     server = OperationsServer(
-        OperationsSettings(host="127.0.0.1", port=0), CollectorRegistry(), why_not_ready=lambda: reason
+        OperationsSettings(host="127.0.0.1", port=0), CollectorRegistry(), readiness_error=lambda: reason
     )
     await server.start()
     try:
-        return await asyncio.to_thread(why_unhealthy, f"http://127.0.0.1:{server.port}{path}")
+        return await asyncio.to_thread(check_url, f"http://127.0.0.1:{server.port}{path}")
     finally:
         await server.close()
 
@@ -41,7 +41,7 @@ async def test_an_unknown_path_is_unhealthy() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/readyz", "http://127.0.0.1:port/readyz"])
 def test_what_cannot_be_asked_is_unhealthy(url: str) -> None:
-    assert why_unhealthy(url) is not None
+    assert check_url(url) is not None
 
 
 def test_the_command_ends_with_1_and_says_why() -> None:

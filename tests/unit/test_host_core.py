@@ -28,8 +28,8 @@ from serve_replica_host.core.events import (
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
-    KILL_AGAIN_S,
-    KILL_WITHIN_S,
+    FORCE_KILL_AFTER_S,
+    FORCE_KILL_PERIOD_S,
     Action,
     CheckReplica,
     DrainReplica,
@@ -40,15 +40,15 @@ from serve_replica_host.core.reconcile import (
 )
 from serve_replica_host.core.state import (
     SPENT_TAGS_MAX,
-    HeldReplica,
+    HostedReplica,
     HostState,
     Refused,
     accept_goal,
-    begin_leaving,
     build_report,
     forget_replica,
     has_left,
-    hear_leader,
+    on_leader_notice,
+    start_leaving,
 )
 
 HOST = HostId("host-1")
@@ -111,7 +111,7 @@ class World:
         self.hear(Placed(wanted.replica_tag, 11))
         self.hear(Constructed(wanted.replica_tag, wanted.config_version))
 
-    def held(self, tag: ReplicaTag) -> HeldReplica:
+    def held(self, tag: ReplicaTag) -> HostedReplica:
         return self.state.replicas[tag]
 
 
@@ -149,11 +149,11 @@ def test_the_same_goal_again_changes_nothing_and_a_higher_epoch_wins_over_any_ge
 
 
 def test_a_leaders_notice_makes_goals_of_older_epochs_refused() -> None:
-    state = hear_leader(HostState(host_id=HOST), 7)
+    state = on_leader_notice(HostState(host_id=HOST), 7)
 
     assert isinstance(accept_goal(state, goal(epoch=6, generation=99)), Refused)
     assert isinstance(accept_goal(state, goal(epoch=7, generation=1)), HostState)
-    assert hear_leader(state, 3).epoch == 7
+    assert on_leader_notice(state, 3).epoch == 7
 
 
 def test_every_status_has_a_way_to_its_end() -> None:
@@ -254,13 +254,13 @@ def test_a_process_that_survives_its_kill_is_killed_by_force_until_it_is_gone() 
     world.run(ONE)
     world.want()
     world.hear(Drained(TAG))
-    assert world.look_again_at == world.now + KILL_WITHIN_S
+    assert world.look_again_at == world.now + FORCE_KILL_AFTER_S
 
-    assert world.look(KILL_WITHIN_S) == [KillReplica(TAG, is_forced=True)]
+    assert world.look(FORCE_KILL_AFTER_S) == [KillReplica(TAG, is_forced=True)]
     assert "process 11 was killed and is still there" in world.held(TAG).error
     assert world.look() == []
-    assert world.look_again_at == world.now + KILL_AGAIN_S
-    assert world.look(KILL_AGAIN_S) == [KillReplica(TAG, is_forced=True)]
+    assert world.look_again_at == world.now + FORCE_KILL_PERIOD_S
+    assert world.look(FORCE_KILL_PERIOD_S) == [KillReplica(TAG, is_forced=True)]
     assert world.hear(ProcessEnded(TAG, "killed")) == []
     assert world.state.replicas == {}
 
@@ -291,7 +291,7 @@ def test_a_failed_start_whose_process_is_still_there_is_not_forgotten() -> None:
 
     assert world.want() == []
     assert world.held(TAG).status is ReplicaStatus.FAILED
-    assert world.look(KILL_WITHIN_S) == [KillReplica(TAG, is_forced=True)]
+    assert world.look(FORCE_KILL_AFTER_S) == [KillReplica(TAG, is_forced=True)]
     assert "60 s" in world.held(TAG).error
     world.hear(ProcessEnded(TAG, "killed"))
     assert world.state.replicas == {}
@@ -469,7 +469,7 @@ def test_a_start_that_is_no_longer_wanted_never_begins() -> None:
     assert world.hear(Constructed(one.replica_tag, 1)) == [StartReplica(three)]
     world.want(one, two, three)
     assert world.held(two.replica_tag).status is ReplicaStatus.DEAD
-    world.state = begin_leaving(world.state, world.now)
+    world.state = start_leaving(world.state, world.now)
     world.look()
     world.hear(ProcessEnded(one.replica_tag, "killed"))
     world.hear(ProcessEnded(three.replica_tag, "killed"))
@@ -483,7 +483,7 @@ def test_one_that_survives_its_kill_keeps_no_other_from_starting() -> None:
     world.want(one, two)
 
     assert world.want(two) == [KillReplica(TAG)]
-    assert world.look(KILL_WITHIN_S) == [KillReplica(TAG, is_forced=True), StartReplica(two)]
+    assert world.look(FORCE_KILL_AFTER_S) == [KillReplica(TAG, is_forced=True), StartReplica(two)]
 
 
 def test_checks_and_drains_come_before_starts_and_kills() -> None:
@@ -510,7 +510,7 @@ def test_checks_and_drains_come_before_starts_and_kills() -> None:
 def test_leaving_drains_everything_within_its_own_time_whatever_the_goal_says() -> None:
     world = World()
     world.run(ONE)
-    world.state = begin_leaving(world.state, world.now + 5.0)
+    world.state = start_leaving(world.state, world.now + 5.0)
 
     assert world.look() == [DrainReplica(TAG)]
     assert not has_left(world.state)
@@ -524,7 +524,7 @@ def test_leaving_drains_everything_within_its_own_time_whatever_the_goal_says() 
 def test_a_report_is_the_whole_inventory_with_the_goal_that_it_obeys() -> None:
     world = World()
     world.run(ONE)
-    world.state = hear_leader(world.state, 9)
+    world.state = on_leader_notice(world.state, 9)
 
     report = build_report(world.state, incarnation="i", started_at=5.0, sequence=3, resources={"CPU": 2.0})
 

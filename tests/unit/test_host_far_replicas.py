@@ -16,15 +16,15 @@ from ray.exceptions import ActorUnavailableError
 
 from serve_common.runtime.clock import SystemClock
 from serve_replica_host.adapters.metrics_files import MetricsFiles, RemoteFiles
-from serve_replica_host.adapters.remote_replicas import FETCH_EVERY_S, RemoteReplica
+from serve_replica_host.adapters.remote_replicas import FETCH_INTERVAL_S, RemoteReplica
 from serve_replica_host.replica.telemetry import remote as fetched_module
 from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET
 from serve_replica_host.replica.telemetry.remote import (
     PREFIX,
     Hello,
     HostLocation,
-    KeptLines,
     RemoteTelemetry,
+    RetainedLines,
     encode_fetched,
     make_private_directory,
     read_files,
@@ -116,7 +116,7 @@ def test_what_was_fetched_is_on_the_page_and_the_next_is_asked_for_a_second_late
 
     assert world.shown() == {"requests_total": 5.0, "in_flight": 5.0}
     assert [path.name for path in world.directory.glob("counter*")] == ["counter_abc-7.db"]
-    assert FETCH_EVERY_S in [delay_s for delay_s, _ in world.timers]
+    assert FETCH_INTERVAL_S in [delay_s for delay_s, _ in world.timers]
     world.pass_time()
     world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 6.0)))
     assert len(world.asked) == 2
@@ -158,7 +158,7 @@ def test_the_last_words_of_a_process_are_not_replaced_by_what_was_said_before(
 ) -> None:
     earlier = written(tmp_path / "far", 7, 5.0)
     world.far.ask()
-    world.far.take_last(RemoteTelemetry(written(tmp_path / "far", 7, 9.0), b"last\n"))
+    world.far.store_final(RemoteTelemetry(written(tmp_path / "far", 7, 9.0), b"last\n"))
     world.answer(RemoteTelemetry(earlier, b"said before\n"))
     world.far.end()
     world.files.retire(world.far.process)
@@ -247,7 +247,7 @@ def test_files_that_are_too_large_are_left_out_and_counted(
 def test_lines_that_are_not_fetched_spill_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetched_module, "LINES_BYTES_MAX", 10)
     spilled: list[bytes] = []
-    lines = KeptLines(spilled.append, {"replica_tag": "default/app#1"}, SystemClock())
+    lines = RetainedLines(spilled.append, {"replica_tag": "default/app#1"}, SystemClock())
     lines.keep(b"one\ntwo\n")
     lines.keep(b"three\nfour\n")
 

@@ -91,12 +91,12 @@ from serve_replica_host.adapters.replica_metrics import make_replica_metrics
 from serve_replica_host.ports import Occupancy
 metrics = make_replica_metrics("default/app")
 for seconds in (0.0005, 0.02, 90.0):
-    metrics.count_answered(200, seconds)
-metrics.count_answered(500, 0.02)
+    metrics.count_response(200, seconds)
+metrics.count_response(500, 0.02)
 metrics.count_refused("busy")
 metrics.turn()
 metrics.write(Occupancy(in_flight=4, ongoing_s=10.0))
-metrics.count_answered(200, 0.001)
+metrics.count_response(200, 0.001)
 metrics.turn()
 metrics.write(Occupancy(in_flight=2, limit=8, waiting=1, streams=1, sockets=1, is_connected=True, ongoing_s=12.5))
 """

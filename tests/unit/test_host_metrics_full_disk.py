@@ -22,7 +22,7 @@ from serve_replica_host.ports import Occupancy
 metrics = make_replica_metrics(BackendTag("default/a"))
 for number, line in enumerate(sys.stdin):
     for status in range(200, 200 + int(line)):
-        metrics.count_answered(status, 0.1)
+        metrics.count_response(status, 0.1)
     metrics.turn()
     metrics.write(Occupancy(ongoing_s=float(number)))
     print(number, flush=True)

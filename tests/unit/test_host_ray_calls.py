@@ -40,7 +40,7 @@ class Blocked:
 
 
 class Held:
-    """As `SpareActor`, with itself as the actor; notes what it is told."""
+    """As `RayActorHandle`, with itself as the actor; notes what it is told."""
 
     def __init__(self, told: list[str]) -> None:
         self.actor, self.told, self.check_health = self, told, self
@@ -110,7 +110,7 @@ async def test_a_check_is_sent_before_the_kills_and_starts_that_wait(
     )
     runtime._loop.open()
     for ordinal in range(10):
-        runtime._held[replica_tag(BACKEND, ordinal)] = Held(told)  # type: ignore[assignment]
+        runtime._actors[replica_tag(BACKEND, ordinal)] = Held(told)  # type: ignore[assignment]
     blocked = Blocked(runtime._thread)
     for ordinal in range(9):
         runtime.kill(replica_tag(BACKEND, ordinal))
@@ -129,7 +129,7 @@ async def test_one_kill_waits_however_often_it_is_asked_for(
     monkeypatch.setattr(
         "serve_replica_host.adapters.ray_runtime.ray.kill", lambda *_, **__: told.append("kill")
     )
-    runtime._held[tag] = Held(told)  # type: ignore[assignment]
+    runtime._actors[tag] = Held(told)  # type: ignore[assignment]
     for _ in range(2):
         blocked = Blocked(runtime._thread)
         for _ in range(5):

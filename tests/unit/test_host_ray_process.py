@@ -368,13 +368,13 @@ async def test_a_goal_that_cannot_be_sent_fails_its_replica_alone(world: World) 
 async def test_a_runtime_that_hangs_is_unhealthy_and_one_that_speaks_is_not(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_process, "RESOURCES_EVERY_S", 0.01)
+    monkeypatch.setattr(ray_process, "RESOURCES_INTERVAL_S", 0.01)
     process = await world.opened("time.sleep(600)")
     world.tasks.start(process.watch(), "watch")
-    assert process.why_not_healthy(0.1) is None
-    await until(lambda: process.why_not_healthy(0.1))
-    process._take(Resources({"CPU": 2.0}))
-    assert process.why_not_healthy(0.1) is None
+    assert process.health_error(0.1) is None
+    await until(lambda: process.health_error(0.1))
+    process._on_notice(Resources({"CPU": 2.0}))
+    assert process.health_error(0.1) is None
 
 
 async def test_only_the_socket_and_the_standard_streams_are_inherited(world: World) -> None:

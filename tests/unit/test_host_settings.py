@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from serve_common.errors import BadField
-from serve_common.runtime.private_directory import make_own_directory
+from serve_common.runtime.private_directory import ensure_private_directory
 from serve_common.runtime.settings import Environment
 from serve_replica_host.adapters.ray_environment import (
-    SESSIONS_KEPT,
+    SESSIONS_MAX,
     prepare_ray_environment,
     ray_directory,
     remove_old_sessions,
@@ -99,7 +99,7 @@ def test_whatever_stands_where_ray_is_to_write_stops_no_start(
             place.mkdir()
             (place / "left").write_text("")
             os.chown(place, 65534, 65534)
-        make_own_directory(ray)  # as the host does, whose runtime does the rest
+        ensure_private_directory(ray)  # as the host does, whose runtime does the rest
         prepare_ray_environment(ray, is_local=True)
         for made in (ray, ray / "r"):
             assert stat.S_IMODE(made.lstat().st_mode) == 0o700
@@ -140,5 +140,5 @@ def test_only_the_newest_sessions_of_ray_are_kept(tmp_path: Path) -> None:
     remove_old_sessions(tmp_path)
 
     kept = sorted(path.name for path in ray.glob("session_2*"))
-    assert len(kept) == SESSIONS_KEPT
+    assert len(kept) == SESSIONS_MAX
     assert kept[-1].startswith("session_2026-01-07")

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from serve_replica_host.adapters.ray_thread import SpareActor, SparePool
+from serve_replica_host.adapters.ray_thread import RayActorHandle, SparePool
 
 
 class World:
     """A pool whose actors are plain values."""
 
     def __init__(self, *, spares_max: int, starts_max: int = 2) -> None:
-        self.made: list[SpareActor] = []
+        self.made: list[RayActorHandle] = []
         self.pool = SparePool(self._create, spares_max=spares_max, starts_max=starts_max)
 
-    def _create(self) -> SpareActor:
-        held = SpareActor(actor=len(self.made), futures=[])
+    def _create(self) -> RayActorHandle:
+        held = RayActorHandle(actor=len(self.made), futures=[])
         self.made.append(held)
         return held
 
     def ready(self, *numbers: int) -> None:
         for number in numbers:
             self.made[number].pid = 100 + number
-            self.pool.hear_ready(self.made[number])
+            self.pool.on_ready(self.made[number])
 
 
 def test_half_of_the_spares_wait_at_first_and_as_many_as_replicas_run_later() -> None:
@@ -32,7 +32,7 @@ def test_half_of_the_spares_wait_at_first_and_as_many_as_replicas_run_later() ->
     world.pool.refill()
     assert world.pool.waiting == 3
     for held in taken[:2]:
-        world.pool.hear_end(held)
+        world.pool.on_ended(held)
     assert world.pool.take()
     world.pool.refill()
     assert world.pool.waiting == 2
@@ -89,8 +89,8 @@ def test_one_that_ends_is_forgotten_and_replaced_at_the_next_filling() -> None:
     world.pool.refill()
     world.ready(0)
 
-    world.pool.hear_end(world.made[0])
-    world.pool.hear_end(world.made[1])
+    world.pool.on_ended(world.made[0])
+    world.pool.on_ended(world.made[1])
     assert world.pool.waiting == 0
     assert len(world.made) == 2
     world.pool.refill()
@@ -103,7 +103,7 @@ def test_the_end_of_one_that_was_taken_changes_nothing() -> None:
     world.ready(0)
     taken = world.pool.take()
 
-    world.pool.hear_end(taken)
+    world.pool.on_ended(taken)
     world.pool.refill()
 
     assert (len(world.made), world.pool.waiting) == (2, 1)

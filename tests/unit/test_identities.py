@@ -37,7 +37,7 @@ from serve_common.identities.roles import (
     Role,
     call_tags,
     crossings,
-    rights_of,
+    get_rights,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_the_server_knows_each_role_by_its_scope() -> None:
     by_name = {claims["name"]: claims for claims in accounts.values()}
     assert set(by_name) == {account.value for account in AccountName}
     for role in Role:
-        rights = rights_of(role, "serve")
+        rights = get_rights(role, "serve")
         scopes = by_name[rights.account.value]["nats"]["signing_keys"]
         (scope,) = [scope for scope in scopes if scope["role"] == role.value]
         assert scope["template"]["pub"]["allow"] == list(rights.permissions.publish)
@@ -198,8 +198,8 @@ def test_every_subject_has_the_prefix_that_was_asked_for() -> None:
         if role is Role.SYSTEM:
             continue
         for subject in (
-            *rights_of(role, "other").permissions.publish,
-            *rights_of(role, "other").permissions.subscribe,
+            *get_rights(role, "other").permissions.publish,
+            *get_rights(role, "other").permissions.subscribe,
         ):
             assert subject.startswith(("other.", "$", "_INBOX", "_R_")), subject
             assert "serve" not in subject
@@ -208,7 +208,7 @@ def test_every_subject_has_the_prefix_that_was_asked_for() -> None:
 
 def test_templates_are_whole_tokens_as_nats_wants_them() -> None:
     for role in Role:
-        rights = rights_of(role, "serve")
+        rights = get_rights(role, "serve")
         for subject in (*rights.permissions.publish, *rights.permissions.subscribe):
             for token in subject.split("."):
                 assert "{{" not in token or (token.startswith("{{") and token.endswith("}}"))
@@ -216,13 +216,13 @@ def test_templates_are_whole_tokens_as_nats_wants_them() -> None:
 
 def test_nobody_but_the_controller_and_admins_may_make_a_consumer_or_command() -> None:
     for role in (Role.HOST, Role.PROXY, Role.REPLICA, Role.CLIENT):
-        publish = rights_of(role, "serve").permissions.publish
+        publish = get_rights(role, "serve").permissions.publish
         assert not [subject for subject in publish if "CONSUMER" in subject or "serve.admin" in subject]
         assert "$JS.API.INFO" not in publish
 
 
 def test_commands_and_jetstream_are_in_an_account_that_users_code_is_not_in() -> None:
-    assert {rights_of(role, "serve").account for role in (Role.PROXY, Role.REPLICA)} == {AccountName.DATA}
+    assert {get_rights(role, "serve").account for role in (Role.PROXY, Role.REPLICA)} == {AccountName.DATA}
     led_in = [c.share for c in crossings("serve") if AccountName.CONTROL in c.importers]
     assert {share.subject for share in led_in if not share.is_service} == {
         "serve.report.proxy.*", "serve.wake.>", "serve.log.>",

@@ -10,7 +10,7 @@ from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag
 from serve_controller.adapters.load_scrape import LoadSources
 from serve_controller.core.autoscaling.values import LoadSample
-from serve_controller.ports import LoadAsk, Targets
+from serve_controller.ports import LoadRequest, Targets
 
 A, B = BackendTag("a"), BackendTag("b")
 NOBODY = Targets(urls=frozenset())
@@ -25,7 +25,7 @@ class Source:
         self.asked: list[BackendTag] = []
 
     async def read(
-        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+        self, asks: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         assert targets is NOBODY
         self.asked += [ask.backend_tag for ask in asks]
@@ -39,9 +39,9 @@ class Source:
         pass
 
 
-def ask(tag: BackendTag, query: AutoscalingQuery | None = None) -> LoadAsk:
+def ask(tag: BackendTag, query: AutoscalingQuery | None = None) -> LoadRequest:
     config = AutoscalingConfig(max_replicas=9, query=query)
-    return LoadAsk(backend_tag=tag, config=config, proxies=frozenset(), hosts=frozenset())
+    return LoadRequest(backend_tag=tag, config=config, proxies=frozenset(), hosts=frozenset())
 
 
 class Looks:
@@ -52,7 +52,7 @@ class Looks:
         self.sources = LoadSources(self.prometheus, self.scrape)
         self.now = 1000.0
 
-    async def __call__(self, *asks: LoadAsk) -> list[str]:
+    async def __call__(self, *asks: LoadRequest) -> list[str]:
         self.now += 10.0
         readings = await self.sources.read(asks or [ask(A), ask(B)], NOBODY, self.now)
         return [

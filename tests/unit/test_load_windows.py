@@ -6,9 +6,9 @@ import pytest
 
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_controller.adapters.load_scrape import VIEWED, sum_up
+from serve_controller.adapters.load_scrape import VIEWED, aggregate_load
 from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
-from serve_controller.core.autoscaling.values import LoadAsk, LoadSample
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample
 
 NAMES = (
     "serve_proxy_info",
@@ -41,7 +41,7 @@ def host_page(ongoing: float | None) -> list[Sample]:
     return page(*lines)
 
 
-def ask(**changes: object) -> LoadAsk:
+def ask(**changes: object) -> LoadRequest:
     fields: dict[str, object] = {
         "backend_tag": BackendTag("a/b"),
         "config": AutoscalingConfig(max_replicas=9),
@@ -49,7 +49,7 @@ def ask(**changes: object) -> LoadAsk:
         "hosts": frozenset({HostId("h1")}),
         **changes,
     }
-    return LoadAsk(**fields)  # type: ignore[arg-type]  # tests change single fields
+    return LoadRequest(**fields)  # type: ignore[arg-type]  # tests change single fields
 
 
 def steady(windows: LoadWindows, until: int, *, ongoing: float = 3.0, queued: float = 1.0) -> None:
@@ -59,7 +59,7 @@ def steady(windows: LoadWindows, until: int, *, ongoing: float = 3.0, queued: fl
         windows.add(PROXY, at, proxy_page(50 + queued * at), KEEP_S)
 
 
-def read(windows: LoadWindows, at: float, asked: LoadAsk | None = None) -> LoadSample:
+def read(windows: LoadWindows, at: float, asked: LoadRequest | None = None) -> LoadSample:
     return windows.at(at).reading(asked or ask(), WALL)
 
 
@@ -283,7 +283,7 @@ def test_the_view_sums_up_all_pages() -> None:
         'serve_proxy_queue_depth{backend_tag="a/b"} 3\n'
     )
     second = first + 'serve_replica_in_flight_requests{backend_tag="a/b"} 8\n'
-    view = sum_up(9.0, [list(parse_page(text, VIEWED)) for text in (first, second)], ["http://gone"])
+    view = aggregate_load(9.0, [list(parse_page(text, VIEWED)) for text in (first, second)], ["http://gone"])
     (endpoint,), (backend,) = view.endpoints, view.backends
     assert (endpoint.endpoint_tag, endpoint.requests, endpoint.errors) == ("e", 14.0, 4.0)
     assert endpoint.seconds_buckets == {"0.1": 8.0, "+Inf": 14.0}

@@ -16,11 +16,11 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.telemetry.log_forwarder import (
     PIECE_BYTES_MAX,
     LogForwarder,
-    PublishedRate,
+    TokenBucket,
     pieces,
     recalled,
 )
-from serve_common.telemetry.log_lines import TEXT_LENGTH_MAX, cut, encode_line, user_fields, whole_or_short
+from serve_common.telemetry.log_lines import TEXT_LENGTH_MAX, cut, encode_line, encode_text_line, user_fields
 
 
 class FixedClock:
@@ -128,7 +128,7 @@ def void(_: object) -> None:
 
 
 def test_a_rate_allows_a_burst_and_then_so_many_a_second() -> None:
-    rate = PublishedRate(10, 20)
+    rate = TokenBucket(10, 20)
     assert [sum(rate.take(at) for _ in range(100)) for at in (5.0, 5.0, 6.0, 1000.0)] == [20, 0, 10, 20]
 
 
@@ -159,7 +159,7 @@ def test_a_line_can_be_made_of_anything(value: object) -> None:
 def test_texts_are_cut_and_say_by_how_much() -> None:
     assert cut("short") == "short"
     assert cut("x" * (TEXT_LENGTH_MAX + 7)).endswith("… (7 more characters)")
-    assert json.loads(whole_or_short("y" * 100_000))["event"] == "long_log_line"
+    assert json.loads(encode_text_line("y" * 100_000))["event"] == "long_log_line"
 
 
 def test_fields_of_the_user_take_nobodys_place() -> None:
@@ -190,5 +190,5 @@ def test_subjects_of_logs_name_their_process_and_can_be_followed() -> None:
     assert subjects.log("replica", "shop/digits#3") == "serve.log.replica.shop.digits.3"
     assert subjects.logs() == "serve.log.>"
     assert subjects.logs("replica", "shop/digits") == "serve.log.replica.shop.digits.>"
-    assert subjects.kind_of_log("serve.log.proxy.p1") == "proxy"
-    assert subjects.kind_of_log(subjects.recalled_log("t", "host")) == "recalled"
+    assert subjects.parse_log_kind("serve.log.proxy.p1") == "proxy"
+    assert subjects.parse_log_kind(subjects.recalled_log("t", "host")) == "recalled"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from serve_common.runtime import health as loop_lag
-from serve_common.runtime.health import LoopLag, OtherLoopsLag
+from serve_common.runtime.health import LoopLag, ThreadLoopLag
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread
 
@@ -37,7 +37,7 @@ def test_another_threads_loop_is_asked_once_at_a_time() -> None:
         seen.append(seconds)
         heard.set()
 
-    lag = OtherLoopsLag(thread.loop, observe)
+    lag = ThreadLoopLag(thread.loop, observe)
     thread.loop.call_soon_threadsafe(free.wait, 40)  # as user code that blocks
     for _ in range(3):
         lag.ask()

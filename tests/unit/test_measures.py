@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from serve_common.telemetry.catalogue import Exporter, MetricKind, MetricSpec
-from serve_common.telemetry.metrics import OTHER, Aggregate, MeasureConflict, Measures
+from serve_common.telemetry.metrics import OTHER, Aggregate, Measures, MetricConflict
 
 
 def spec(
@@ -65,17 +65,17 @@ def test_a_name_means_one_thing() -> None:
     measures = Measures()
     total = measures.total(spec())
     assert measures.total(spec()) is total
-    with pytest.raises(MeasureConflict, match=r"'things_total' exists already, with the labels \['model'\]"):
+    with pytest.raises(MetricConflict, match=r"'things_total' exists already, with the labels \['model'\]"):
         measures.total(spec(labels=("other",)))
-    with pytest.raises(MeasureConflict, match="would have the name 'things', as 'things_total' has it"):
+    with pytest.raises(MetricConflict, match="would have the name 'things', as 'things_total' has it"):
         measures.level(spec("things", MetricKind.GAUGE))
-    with pytest.raises(MeasureConflict, match="exists already, as a counter"):
+    with pytest.raises(MetricConflict, match="exists already, as a counter"):
         measures.level(spec())
     measures.level(spec("size", MetricKind.GAUGE), aggregate=Aggregate.MAX)
-    with pytest.raises(MeasureConflict, match="aggregate='max'"):
+    with pytest.raises(MetricConflict, match="aggregate='max'"):
         measures.level(spec("size", MetricKind.GAUGE))
     measures.distribution(spec("sizes", MetricKind.HISTOGRAM))
-    with pytest.raises(MeasureConflict, match="would have the name 'sizes_count'"):
+    with pytest.raises(MetricConflict, match="would have the name 'sizes_count'"):
         measures.level(spec("sizes_count", MetricKind.GAUGE))
 
 

@@ -69,7 +69,7 @@ from muster import batch, multiplexed
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import CurrentReplica, HandleQueue, set_replica_context
 from serve_common.runtime.settings import BusSettings
-from serve_common.runtime.health import OtherLoopsLag
+from serve_common.runtime.health import ThreadLoopLag
 from serve_common.telemetry.metrics import measures
 from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
 from serve_common.telemetry.otlp_export import Counts
@@ -96,15 +96,15 @@ async def work():
     await asyncio.gather(broken("a"), return_exceptions=True)
     for model_id in ("m1", "bad", "m2"):
         await asyncio.gather(asyncio.create_task(load(model_id)), return_exceptions=True)
-    lag = OtherLoopsLag(asyncio.get_running_loop(), measures.distribution(REPLICA_LAG).observe)
+    lag = ThreadLoopLag(asyncio.get_running_loop(), measures.distribution(REPLICA_LAG).observe)
     lag.ask()
     await asyncio.sleep(0)
     await asyncio.sleep(0.05)
 
 asyncio.run(work())
 replica = make_replica_metrics(TAG)
-replica.count_answered(200, 0.1)
-replica.count_answered(12345, 0.1)
+replica.count_response(200, 0.1)
+replica.count_response(12345, 0.1)
 replica.count_refused("busy")
 replica.turn()
 replica.write(Occupancy(ongoing_s=1.0))

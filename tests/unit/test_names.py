@@ -9,11 +9,11 @@ from serve_common.names import (
     NAME_LENGTH_MAX,
     ROUTE_LENGTH_MAX,
     BackendTag,
-    backend_tag_of,
     check_name,
     check_route,
     deployment_tag,
-    ordinal_of,
+    parse_backend_tag,
+    parse_ordinal,
     replica_tag,
 )
 
@@ -86,4 +86,4 @@ def test_what_no_path_can_be_is_no_route(route: str) -> None:
 def test_a_replicas_tag_tells_its_backend_and_number() -> None:
     tag = replica_tag(BackendTag("default/a"), 12)
     assert tag == "default/a#12"
-    assert (backend_tag_of(tag), ordinal_of(tag)) == ("default/a", 12)
+    assert (parse_backend_tag(tag), parse_ordinal(tag)) == ("default/a", 12)

@@ -18,8 +18,8 @@ from serve_common.nats.protocol import (
     encode_pub_line,
     encode_sub,
     encode_unsub,
+    is_no_responders,
     parse_headers,
-    says_no_responders,
     status_of,
 )
 
@@ -171,7 +171,7 @@ def test_headers_are_read_in_order_with_repeated_keys() -> None:
 
 
 def test_the_status_line_tells_no_responders() -> None:
-    assert says_no_responders(b"NATS/1.0 503\r\n\r\n")
+    assert is_no_responders(b"NATS/1.0 503\r\n\r\n")
     assert status_of(b"NATS/1.0 503 No Responders\r\nNats-Subject: a\r\n\r\n") == 503
     assert status_of(b"NATS/1.0 100 Idle Heartbeat\r\n\r\n") == 100
     assert status_of(b"NATS/1.0\r\n503: x\r\n\r\n") is None

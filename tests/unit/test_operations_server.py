@@ -46,9 +46,9 @@ def registry() -> CollectorRegistry:
 
 @asynccontextmanager
 async def serving(
-    settings: OperationsSettings = LOCAL, why_not_ready: str | None = None
+    settings: OperationsSettings = LOCAL, readiness_error: str | None = None
 ) -> AsyncIterator[OperationsServer]:
-    server = OperationsServer(settings, registry(), why_not_ready=lambda: why_not_ready)
+    server = OperationsServer(settings, registry(), readiness_error=lambda: readiness_error)
     await server.start()
     try:
         yield server
@@ -118,7 +118,7 @@ class FixedChild:
 
 
 async def test_a_parent_passes_the_names_on_and_its_health_is_that_of_the_children_that_run() -> None:
-    async with serving() as first, serving(why_not_ready="no bus") as second:
+    async with serving() as first, serving(readiness_error="no bus") as second:
         children: dict[int, Child] = {1: FixedChild(first.port), 2: FixedChild(second.port)}
         operations = ProcessOperations(LOCAL, children, lambda: None)
         await operations.start()

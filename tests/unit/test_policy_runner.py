@@ -212,7 +212,7 @@ async def test_one_that_is_slow_to_say_where_it_hangs_is_waited_for(
     async with asyncio.TaskGroup() as tasks:
         failing = tasks.create_task(ask.failure("spins"))
         await until_it_spins(app_dir)
-        (home,) = runner._homes.values()
+        (home,) = runner._workers.values()
         assert home._child is not None
         child = home._child._process
         child.send_signal(signal.SIGSTOP)

@@ -13,9 +13,9 @@ from aiohttp import web
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_controller.adapters import prometheus_api, prometheus_source
-from serve_controller.adapters.prometheus_api import PrometheusApi, PrometheusAway, QueryRefused
+from serve_controller.adapters.prometheus_api import PrometheusApi, PrometheusUnavailable, QueryRefused
 from serve_controller.adapters.prometheus_source import PrometheusSource
-from serve_controller.core.autoscaling.values import LoadAsk, LoadSample, Targets
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 from tests.unit.passing_time import let_pass
 
 AT = 1000.0
@@ -98,8 +98,8 @@ def source(api: PrometheusApi) -> PrometheusSource:
     return PrometheusSource(api, 'cluster="a"')
 
 
-def ask(tag: str = "busy", **config: object) -> LoadAsk:
-    return LoadAsk(
+def ask(tag: str = "busy", **config: object) -> LoadRequest:
+    return LoadRequest(
         backend_tag=BackendTag(tag),
         config=AutoscalingConfig(max_replicas=9, **config),  # type: ignore[arg-type]  # tests change single fields
         proxies=frozenset({ProxyId("p1")}),
@@ -107,7 +107,7 @@ def ask(tag: str = "busy", **config: object) -> LoadAsk:
     )
 
 
-async def read(source: PrometheusSource, *asks: LoadAsk) -> list[LoadSample]:
+async def read(source: PrometheusSource, *asks: LoadRequest) -> list[LoadSample]:
     return list((await source.read(asks, Targets(urls=frozenset()), NOW)).values())
 
 
@@ -202,7 +202,7 @@ async def test_an_answer_that_is_too_long_or_too_late_is_given_up(
 ) -> None:
     monkeypatch.setattr(prometheus_api, "ANSWER_BYTES_MAX", 1000)
     fake.answers["x"] = "1" * 2000
-    with pytest.raises(PrometheusAway, match="more than 1000 bytes"):
+    with pytest.raises(PrometheusUnavailable, match="more than 1000 bytes"):
         await api.number("x", AT)
     monkeypatch.setattr(prometheus_api, "TIMEOUT_S", 0.05)
 
@@ -210,7 +210,7 @@ async def test_an_answer_that_is_too_long_or_too_late_is_given_up(
         await asyncio.Event().wait()
 
     fake.answers["x"] = never
-    with pytest.raises(PrometheusAway, match=r"does not answer within 0\.05 s"):
+    with pytest.raises(PrometheusUnavailable, match=r"does not answer within 0\.05 s"):
         await api.number("x", AT)
 
 
@@ -219,7 +219,7 @@ async def test_a_server_that_hangs_is_let_rest_so_that_looks_go_on(
 ) -> None:
     monkeypatch.setattr(prometheus_api, "TIMEOUT_S", 30.0)
     monkeypatch.setattr(prometheus_source, "_LOADS_DEADLINE_S", 60.0)
-    monkeypatch.setattr(prometheus_source, "_REST_S", 3600.0)
+    monkeypatch.setattr(prometheus_source, "_BACKOFF_S", 3600.0)
     is_asked = asyncio.Event()
 
     async def never() -> None:
@@ -263,7 +263,7 @@ async def test_credentials_and_a_path_are_used_and_never_shown(url: str, fake: F
 
 async def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
     api = PrometheusApi("http://me:secret@127.0.0.1:1")
-    with pytest.raises(PrometheusAway, match=r"127\.0\.0\.1:1") as away:
+    with pytest.raises(PrometheusUnavailable, match=r"127\.0\.0\.1:1") as away:
         await api.time()
     await api.close()
     assert "secret" not in str(away.value)

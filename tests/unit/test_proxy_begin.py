@@ -136,7 +136,7 @@ async def test_a_parked_request_may_be_given_up_by_another_ones_callback(world: 
     world.put()
     world.bus.is_connected = True
     world.dispatcher.abandon(parked.call)
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     assert isinstance(other.errors[0], NoReplicaAvailable)
     assert parked.errors == []
 
@@ -194,7 +194,7 @@ async def test_who_is_given_up_while_its_slot_is_given_back_is_not_sent_again(wo
     told.append(Told(world, body=unsent))  # not sent whole, so it begins anew
     told.append(Told(world, lambda: world.dispatcher.abandon(told[0].call), **UNSENDABLE))
     world.bus.sent.clear()
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     assert [type(error) for error in told[1].errors] == [HeadersTooLarge]
     assert {type(frame[2]) for frame in world.bus.sent} == {CancelHead}
     world.assert_nothing_is_left()

@@ -11,8 +11,13 @@ from serve_common.errors import DeadlineExceeded
 from serve_common.names import BackendTag
 from serve_common.protocol.snapshots import BackendProtection
 from serve_proxy.core.callers import earliest_deadline, forward
-from serve_proxy.core.headers import checked_headers, read_checked_headers, read_request_headers, value_of
-from serve_proxy.core.problems import BadRequest, encode_problem, problem_of
+from serve_proxy.core.headers import (
+    checked_headers,
+    get_header_value,
+    read_checked_headers,
+    read_request_headers,
+)
+from serve_proxy.core.problems import BadRequest, build_problem, encode_problem
 
 PEER = "10.0.0.9:5555"
 
@@ -119,7 +124,11 @@ def test_headers_of_ours_are_read_and_passed_on() -> None:
         ]
     )
     assert (read.model_id, read.shard_key) == (b"m1", b"u1")
-    assert (value_of(read, "X-Tenant"), value_of(read, "X-Other"), value_of(read, "")) == (b"t1", b"", b"")
+    assert (
+        get_header_value(read, "X-Tenant"),
+        get_header_value(read, "X-Other"),
+        get_header_value(read, ""),
+    ) == (b"t1", b"", b"")
     assert len(read.forwarded) == 4
 
 
@@ -155,7 +164,7 @@ def test_a_deadline_that_is_no_number_is_refused_by_name(name: bytes, value: byt
     with pytest.raises(BadRequest) as caught:
         deadline((name, value))
     assert caught.value.field.lower() == name.decode().lower()
-    assert problem_of(caught.value).status == 400
+    assert build_problem(caught.value).status == 400
 
 
 def test_a_deadline_that_has_passed_is_told_before_anybody_is_asked() -> None:
@@ -164,7 +173,7 @@ def test_a_deadline_that_has_passed_is_told_before_anybody_is_asked() -> None:
 
 
 def test_a_problem_follows_rfc_9457() -> None:
-    problem = problem_of(QueueIsFull(BackendTag("d/a"), 7, BackendProtection()))
+    problem = build_problem(QueueIsFull(BackendTag("d/a"), 7, BackendProtection()))
     body = msgspec.json.decode(encode_problem(problem, "id"))
     assert body["type"] == "urn:muster:problem:queue_full"
     assert (body["title"], body["status"]) == ("Service Unavailable", 503)
@@ -174,7 +183,7 @@ def test_a_problem_follows_rfc_9457() -> None:
 
 def test_backpressure_says_when_to_try_again() -> None:
     protection = BackendProtection(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=2.1))
-    problem = problem_of(QueueIsFull(BackendTag("d/a"), 7, protection))
+    problem = build_problem(QueueIsFull(BackendTag("d/a"), 7, protection))
     assert (problem.status, problem.headers) == (429, (("Retry-After", "3"),))
-    problem = problem_of(CircuitOpen(BackendTag("d/a"), 4.0))
+    problem = build_problem(CircuitOpen(BackendTag("d/a"), 4.0))
     assert (problem.status, problem.headers) == (503, (("Retry-After", "4"),))

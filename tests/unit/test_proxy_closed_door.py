@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from serve_proxy.http.server import let_nobody_in
+from serve_proxy.http.server import drop_new_connections
 
 
 def test_who_waits_is_still_accepted_and_heard_and_nobody_comes_after_them() -> None:
@@ -16,7 +16,7 @@ def test_who_waits_is_still_accepted_and_heard_and_nobody_comes_after_them() -> 
         socket.socket() as late,
     ):
         early.sendall(b"request")
-        let_nobody_in(listener)
+        drop_new_connections(listener)
         late.settimeout(0.3)
         with pytest.raises(TimeoutError):
             late.connect(listener.getsockname())

@@ -18,7 +18,7 @@ from serve_common.dispatch.admission import (
     may_send_again,
 )
 from serve_common.dispatch.errors import HeadersTooLarge, MethodNotAllowed, NoRoute, ReplicaError
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import (
     BadField,
@@ -36,7 +36,7 @@ from serve_common.routing.router import Router
 from serve_common.runtime.settings import Environment
 from serve_proxy.adapters.metrics import register_metrics
 from serve_proxy.core.headers import as_text, read_request_headers, read_response_head
-from serve_proxy.core.problems import BodyTooLarge, encode_problem, problem_of
+from serve_proxy.core.problems import BodyTooLarge, build_problem, encode_problem
 from serve_proxy.settings import read_settings
 
 R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
@@ -120,7 +120,7 @@ def test_admission_names_the_path_and_the_allowed_methods() -> None:
         admit(table, endpoints, "GET", "/b")
     with pytest.raises(MethodNotAllowed) as caught:
         admit(table, endpoints, "PUT", "/a")
-    assert problem_of(caught.value).headers == (("Allow", "GET, POST"),)
+    assert build_problem(caught.value).headers == (("Allow", "GET, POST"),)
     with pytest.raises(NotFound, match="d/b"):
         admit_call(endpoints, EndpointTag("d/b"))
 
@@ -146,7 +146,7 @@ def test_admission_names_the_path_and_the_allowed_methods() -> None:
 def test_each_error_has_its_status_and_code(
     error: ServeError, status: int, code: str, has_retry_after: bool
 ) -> None:
-    problem = problem_of(error)
+    problem = build_problem(error)
     assert (problem.status, problem.code) == (status, code)
     assert ("Retry-After" in dict(problem.headers)) == has_retry_after
     body = msgspec.json.decode(encode_problem(problem, "id"))
@@ -168,38 +168,38 @@ def test_only_what_may_run_twice_is_sent_again_and_not_for_ever() -> None:
         if can_repeat(m, has_idempotency_key=False)
     ] == ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"]
     assert can_repeat("POST", has_idempotency_key=True)
-    assert may_send_again(is_repeatable=True, has_answer_begun=False, losses=1)
-    assert not may_send_again(is_repeatable=True, has_answer_begun=True, losses=1)
-    assert not may_send_again(is_repeatable=False, has_answer_begun=False, losses=1)
-    assert not may_send_again(is_repeatable=True, has_answer_begun=False, losses=LOSSES_MAX)
+    assert may_send_again(is_repeatable=True, has_response_started=False, losses=1)
+    assert not may_send_again(is_repeatable=True, has_response_started=True, losses=1)
+    assert not may_send_again(is_repeatable=False, has_response_started=False, losses=1)
+    assert not may_send_again(is_repeatable=True, has_response_started=False, losses=LOSSES_MAX)
 
 
 def test_silence_must_last_before_a_replica_counts_as_dead() -> None:
-    suspicions = FailureDetector()
-    assert not suspicions.no_responders(R0, 1.0)
-    assert suspicions
-    assert suspicions.due(1.05) == []
-    assert suspicions.due(1.1) == [R0]
-    assert not suspicions.no_responders(R0, 1.2)
-    assert suspicions.no_responders(R0, 1.3)
-    assert not suspicions
+    failure_detector = FailureDetector()
+    assert not failure_detector.no_responders(R0, 1.0)
+    assert failure_detector
+    assert failure_detector.due(1.05) == []
+    assert failure_detector.due(1.1) == [R0]
+    assert not failure_detector.no_responders(R0, 1.2)
+    assert failure_detector.no_responders(R0, 1.3)
+    assert not failure_detector
 
 
 def test_any_sign_of_life_ends_a_suspicion() -> None:
-    suspicions = FailureDetector()
-    suspicions.no_responders(R0, 1.0)
-    suspicions.no_responders(R1, 1.0)
-    suspicions.heard(R0)
-    assert suspicions.due(9.0) == [R1]
-    assert not suspicions.no_responders(R0, 9.0)
+    failure_detector = FailureDetector()
+    failure_detector.no_responders(R0, 1.0)
+    failure_detector.no_responders(R1, 1.0)
+    failure_detector.heard(R0)
+    assert failure_detector.due(9.0) == [R1]
+    assert not failure_detector.no_responders(R0, 9.0)
 
 
 def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
-    suspicions = FailureDetector()
-    suspicions.reconnected(10.0)
-    suspicions.no_responders(R0, 10.0)
-    assert not suspicions.no_responders(R0, 11.9)
-    assert suspicions.no_responders(R0, 12.0)
+    failure_detector = FailureDetector()
+    failure_detector.reconnected(10.0)
+    failure_detector.no_responders(R0, 10.0)
+    assert not failure_detector.no_responders(R0, 11.9)
+    assert failure_detector.no_responders(R0, 12.0)
 
 
 class QuietBus:
@@ -243,7 +243,7 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         reconnects=lambda: 3,
         connections=lambda: 2,
         dropped_calls=lambda: 7,
-        room=UploadRoom(),
+        room=UploadMemory(),
     )
     shown = generate_latest(registry).decode()
     for line in (
@@ -289,7 +289,7 @@ def test_the_seconds_of_a_queue_never_fall_until_its_router_is_another_one(
         reconnects=lambda: 0,
         connections=lambda: 0,
         dropped_calls=lambda: 0,
-        room=UploadRoom(),
+        room=UploadMemory(),
     )
     shown = []
     for is_new in (True, False, False, True):

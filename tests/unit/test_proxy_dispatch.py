@@ -242,7 +242,7 @@ async def test_without_the_bus_requests_wait_for_a_bounded_time(world: World) ->
     assert isinstance(await failure(early), BusUnavailable)
     late = await world.ask()
     world.bus.is_connected = True
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     world.ok(world.take(RequestHead)[1])
     await late
 
@@ -257,7 +257,7 @@ async def test_a_bus_that_goes_away_before_it_is_noticed_parks_the_request_and_f
         patch.setattr(world.bus, "publish", fail)
         task = await world.ask()
         assert world.routes.routers[BACKEND].in_flight == 0
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     world.ok(world.take(RequestHead)[1])
     await task
 
@@ -265,7 +265,7 @@ async def test_a_bus_that_goes_away_before_it_is_noticed_parks_the_request_and_f
 async def test_after_a_reconnect_everything_under_way_is_probed_at_once(world: World) -> None:
     task = await world.ask(repeatable=False)
     reply = world.take(RequestHead)[1]
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     assert world.take(ProbeHead)[1] == reply
     world.no_responders(reply)  # the replica reconnects too: that is no death
     world.ok(reply)
@@ -306,7 +306,7 @@ async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -
     task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX))
     old = world.take(RequestHead)[1]
     world.bus.sent.clear()
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     assert world.take(CancelHead)[1] == old
     new = world.take(RequestHead)[1]
     world.bus.sent.clear()
@@ -320,7 +320,7 @@ async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -
 async def test_an_upload_that_a_reconnect_interrupts_may_have_begun_and_runs_once_only(world: World) -> None:
     task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX), repeatable=False)
     world.bus.sent.clear()
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     world.take(CancelHead)
     assert isinstance(await failure(task), ReplicaDied)
     assert not world.bus.sent

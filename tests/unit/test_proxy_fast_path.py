@@ -12,7 +12,7 @@ import pytest
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE, RequestStats
 from serve_common.dispatch.calls import Response, ResponseBody
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_common.errors import NoReplicaAvailable, NotFound
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer
@@ -30,7 +30,7 @@ class FakeIngress:
 
     def __init__(self) -> None:
         self.is_draining = False
-        self.room = UploadRoom()
+        self.room = UploadMemory()
         self.routes = SimpleNamespace(unmatched=RequestStats())
         self.endpoint = SimpleNamespace(
             tag="d/a", route="/", tally=RequestStats(), options=EndpointOptions(), shadows=(), methods=()
@@ -60,7 +60,7 @@ class FakeIngress:
         self.changed.set()
         return call, await waiter
 
-    def why_not_routing(self) -> str | None:
+    def routing_error(self) -> str | None:
         return None
 
     def abandon(self, call) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_proxy.http import bodies as given_back
 
 MIB = 1024 * 1024
@@ -34,8 +34,8 @@ async def test_what_is_still_held_at_the_first_try_is_given_back_at_a_later_one(
 
     monkeypatch.setattr(given_back, "_find_trim", lambda: trim)
     monkeypatch.setattr(given_back, "resident_bytes", lambda: resident[0])
-    monkeypatch.setattr(given_back, "LOOK_EVERY_S", 0)
-    giving = asyncio.get_running_loop().create_task(given_back.give_back_memory(UploadRoom()))
+    monkeypatch.setattr(given_back, "MEMORY_CHECK_PERIOD_S", 0)
+    giving = asyncio.get_running_loop().create_task(given_back.give_back_memory(UploadMemory()))
     await asyncio.sleep(0)
     resident[0] = 160 * MIB
     await settle(3)

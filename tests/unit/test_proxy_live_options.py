@@ -61,17 +61,17 @@ async def test_what_needs_no_import_is_in_force_at_once(world: World) -> None:
     world.take(3, request_timeout_s=1.0, body_bytes_max=10)
     assert world.live.options.body_bytes_max == 10
     assert world.used == [(world.live.options, ())]
-    assert (world.settled, world.live.why_not_in_force) == ([3], None)
+    assert (world.settled, world.live.pending_reason) == ([3], None)
 
 
 async def test_middlewares_are_in_force_once_imported_and_not_before(world: World) -> None:
     world.take(3, middlewares=["a:b"])
     assert (world.live.options, world.settled) == (DEFAULTS, [])
-    assert world.live.why_not_in_force is not None
+    assert world.live.pending_reason is not None
     await world.finish()
     assert world.live.options.middlewares == ["a:b"]
     assert world.used == [(world.live.options, ("a:b",))]
-    assert (world.settled, world.live.why_not_in_force) == ([3], None)
+    assert (world.settled, world.live.pending_reason) == ([3], None)
     world.take(4, middlewares=["a:b"], request_timeout_s=2.0)  # the same ones are not imported again
     assert world.used[-1] == (world.live.options, ("a:b",))
     assert (world.settled, world.live.options.request_timeout_s) == ([3, 4], 2.0)
@@ -111,7 +111,7 @@ async def test_only_the_newest_change_counts_also_while_an_older_one_is_being_im
     world.take(6, request_timeout_s=6.0)
     assert world.live.options.request_timeout_s == 6.0
     assert [middlewares for _, middlewares in world.used] == [("c:d",), ()]
-    assert (world.settled, world.live.why_not_in_force) == ([4, 6], None)
+    assert (world.settled, world.live.pending_reason) == ([4, 6], None)
 
 
 async def test_an_older_snapshot_changes_nothing_and_a_deleted_one_brings_the_defaults_back(

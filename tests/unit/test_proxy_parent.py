@@ -79,7 +79,7 @@ async def test_all_are_stopped_together_and_the_exit_code_says_whether_all_ended
             run = group.create_task(parent.run())
             children = [listening(await started.until(count)) for count in (1, 2)]
             assert sorted(number for number, _ in started.children) == [1, 2]
-            assert parent.why_not_ready() is None
+            assert parent.readiness_error() is None
             parent.stop()
             parent.stop()
             assert [child.heard for child in children] == [["stop", "stop"]] * 2
@@ -96,10 +96,10 @@ async def test_one_that_ends_is_started_again_and_missed_meanwhile() -> None:
         group.create_task(parent.run())
         for life in (1, 2):
             child = listening(await started.until(life))
-            await turns_until(lambda: parent.why_not_ready() is None)
+            await turns_until(lambda: parent.readiness_error() is None)
             started.has_room.clear()
             child.end.set_result(-9)
-            await turns_until(lambda: parent.why_not_ready() == "processes that do not run: 1")
+            await turns_until(lambda: parent.readiness_error() == "processes that do not run: 1")
             started.has_room.set()
         child = listening(await started.until(3))
         parent.stop()

@@ -76,11 +76,11 @@ async def test_a_backend_that_is_asked_for_by_name_may_have_no_weight(world: Wor
     world.put(N0, backend=NEW)
     world.put_traffic({BACKEND: 1.0, NEW: 0.0})
     endpoint = world.routes.endpoints[EndpointTag("d/a")]
-    assert await served_by(world, backend_tag=endpoint.backend_named(b"d/new")) == "7"
+    assert await served_by(world, backend_tag=endpoint.select_backend(b"d/new")) == "7"
     assert await served_by(world) == "0"
     for value in (b"d/other", b"new", b"default/new"):
         with pytest.raises(BadField, match="is no backend of endpoint 'd/a'"):
-            endpoint.backend_named(value)
+            endpoint.select_backend(value)
 
 
 async def test_the_error_of_an_unknown_backend_names_the_header(world: World) -> None:
@@ -94,10 +94,10 @@ async def test_the_error_of_an_unknown_backend_names_the_header(world: World) ->
         )
     )
     endpoint = world.routes.endpoints[EndpointTag("d/a")]
-    assert endpoint.backend_named(b"b") == endpoint.backend_named(b"default/b") == "default/b"
-    assert endpoint.backend_named(b"") is None
+    assert endpoint.select_backend(b"b") == endpoint.select_backend(b"default/b") == "default/b"
+    assert endpoint.select_backend(b"") is None
     with pytest.raises(BadField) as caught:
-        endpoint.backend_named(b"c")
+        endpoint.select_backend(b"c")
     assert caught.value.field == "X-Backend"
 
 

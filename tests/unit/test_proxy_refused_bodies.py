@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from serve_common.config.endpoint import HttpOptions
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_proxy.http import connection as http_connection
 from serve_proxy.http.connection import HttpConnection
 from tests.unit.test_proxy_fast_path import HOST, Desk, read_answer, whole
@@ -26,7 +26,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n"
 @pytest.fixture
 async def desk() -> AsyncIterator[Desk]:
     desk = Desk(HttpOptions(body_bytes_max=BODY_BYTES_MAX))
-    desk.ingress.room = UploadRoom(admitted_bytes_max=MIB)
+    desk.ingress.room = UploadMemory(admitted_bytes_max=MIB)
     desk.requests._endpoints._room = desk.ingress.room
     desk.ingress.room.admit(MIB)
     await desk.start()

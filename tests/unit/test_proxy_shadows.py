@@ -193,7 +193,7 @@ async def test_copies_do_not_wait_for_a_bus_that_is_away(world: World) -> None:
     await settled(world)
     assert outcomes(world) == {"failed": 1}
     world.bus.is_connected = True
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     world.ok(world.take(RequestHead)[1])
     await task
     assert not world.bus.sent

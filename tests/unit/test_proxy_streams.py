@@ -8,8 +8,8 @@ import pytest
 
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.errors import ResponseUnusable
-from serve_common.dispatch.request_body import KEPT_BYTES_MAX, RequestBody, UploadRoom
-from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, MESSAGE_BYTES_MAX, SocketClosed, SocketMessage
+from serve_common.dispatch.request_body import RETAINED_BYTES_MAX, RequestBody, UploadMemory
+from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, UNREAD_MESSAGES_MAX, SocketClosed, SocketMessage
 from serve_common.errors import LimitReached, ReplicaDied
 from serve_common.names import EndpointTag
 from serve_common.nats.options import NotConnected
@@ -37,7 +37,7 @@ class StreamWorld(World):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = UploadRoom()
+        self.room = UploadMemory()
 
     async def begin(self, kind=RequestKind.HTTP, upload=None, *, repeatable=True):
         ask = RequestSpec(
@@ -139,7 +139,7 @@ async def test_a_refused_body_goes_elsewhere_from_its_beginning(world: StreamWor
 
 async def test_a_body_whose_beginning_is_gone_is_not_sent_again(world: StreamWorld) -> None:
     world.put(R0, R1)
-    body = world.upload(bytes(KEPT_BYTES_MAX + 1))
+    body = world.upload(bytes(RETAINED_BYTES_MAX + 1))
     task = await world.begin(upload=body)
     reply = world.take(RequestHead)[1]
     world.answer(reply, CreditHead(2))
@@ -197,7 +197,7 @@ async def test_a_bus_that_goes_away_in_a_body_ends_what_may_have_begun(world: St
         world.bus.publish = publish
         assert world.router.in_flight == 0
         if repeatable:
-            world.dispatcher.bus_is_back()
+            world.dispatcher.bus_reconnected()
             reply = world.take(RequestHead)[1]
             assert world.take(BodyHead)[3] == b"1"
             world.ok(reply)
@@ -288,7 +288,7 @@ async def test_a_lost_or_unasked_frame_ends_a_socket(world: StreamWorld, error) 
     if error is ReplicaDied:
         world.answer(reply, MessageHead(2, False, True), b"")
     else:
-        for n in range(HELD_MESSAGES_MAX + 1):
+        for n in range(UNREAD_MESSAGES_MAX + 1):
             world.answer(reply, MessageHead(n + 1, False, True), b"")
     assert world.take(CancelHead)[1] == reply
     with pytest.raises(error):

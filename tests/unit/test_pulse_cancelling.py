@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.runtime.health import BusPulse
+from serve_common.runtime.health import BusHealthCheck
 
 
 async def test_a_pulse_that_is_cancelled_as_an_answer_comes_ends() -> None:
@@ -15,7 +15,7 @@ async def test_a_pulse_that_is_cancelled_as_an_answer_comes_ends() -> None:
     async def ping(within_s: float) -> None:
         await asyncio.wait_for(answer, within_s)  # as nats-py's flush does
 
-    pulse = BusPulse("bus", is_connected=lambda: True, ping=ping, silent_after_s=400.0)
+    pulse = BusHealthCheck("bus", is_connected=lambda: True, ping=ping, silent_after_s=400.0)
     running = asyncio.get_running_loop().create_task(pulse.run())
     await asyncio.sleep(0)
     await asyncio.sleep(0)

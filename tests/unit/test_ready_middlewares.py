@@ -13,7 +13,7 @@ import pytest
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
 from serve_common.dispatch.admission import RequestStats
 from serve_common.dispatch.calls import Response, ResponseBody
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_common.errors import NotFound
 from serve_proxy.http.middlewares import load_middlewares
 from serve_proxy.http.requests import HttpRequests
@@ -37,7 +37,7 @@ class Replicas:
     is_draining = False
 
     def __init__(self) -> None:
-        self.room = UploadRoom()
+        self.room = UploadMemory()
         self.routes = SimpleNamespace(unmatched=RequestStats())
         self.endpoint = SimpleNamespace(
             tag="d/a", route="/", tally=RequestStats(), options=EndpointOptions(), shadows=(), methods=()
@@ -231,7 +231,7 @@ async def test_who_bears_none_that_counts_is_refused_with_a_challenge(
 async def test_keys_are_read_again_when_the_file_changes_and_kept_while_it_is_wrong(
     proxy: Proxy, keys, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(key_file, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(key_file, "KEY_FILE_CHECK_PERIOD_S", 0.0)
     await proxy.start(API_KEYS)
     new_key = "a-new-key-of-enough-characters"
     keys.write_text(f"shop {new_key}\n")

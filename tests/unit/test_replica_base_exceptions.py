@@ -267,7 +267,7 @@ async def test_a_call_by_a_handle(make: Any, name: str, *, stream: bool, is_asyn
     assert raised_in(logs, name)
 
 
-async def error_of(handler: Any) -> Exception:
+async def parse_error(handler: Any) -> Exception:
     """What the caller by a handle is given."""
     request = Rig(handler).begin(
         kind=RequestKind.PYTHON,
@@ -288,7 +288,7 @@ async def test_what_is_no_exception_reaches_the_caller_as_an_error_with_its_text
         raise make()
 
     with capture_logs():
-        error = await error_of(handler)
+        error = await parse_error(handler)
 
     assert type(error) is UserCodeRaised
     assert type(make()).__name__ in str(error)

@@ -49,7 +49,7 @@ class Tally:
         self.answered: list[int] = []
         self.refused: list[str] = []
 
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         assert seconds >= 0
         self.answered.append(status)
 
@@ -87,7 +87,7 @@ class Desk:
         self.sent.append((subject, head, bytes(body)))
 
     def hear(self, head: Head, body: bytes = b"", reply: bytes = ME) -> None:
-        self.side.take_frame(b"serve.replica.x", reply, encode_frame(head, body), None)
+        self.side.handle_frame(b"serve.replica.x", reply, encode_frame(head, body), None)
 
     def begin(self, body: bytes = b"", reply: bytes = ME, body_bytes: int | None = None) -> ReplicaRequest:
         whole = len(body) if body_bytes is None else body_bytes
@@ -110,12 +110,12 @@ async def test_a_small_request_is_handed_over_and_its_answer_frees_the_slot() ->
     exchange = desk.begin(b"body")
     assert (exchange.body, desk.side.in_flight) == (b"body", 1)
 
-    desk.side.take_outcome(Answered(exchange, 201, [(b"a", b"b")], b"ok"))
+    desk.side.handle_outcome(Answered(exchange, 201, [(b"a", b"b")], b"ok"))
 
     assert desk.sent == [(ME, ResponseHead(201, [(b"a", b"b")], True, 0), b"ok")]
     assert desk.side.in_flight == 0
     assert desk.metrics.answered == [201]
-    desk.side.take_outcome(Ended(exchange))
+    desk.side.handle_outcome(Ended(exchange))
     assert len(desk.sent) == 1
 
 
@@ -201,10 +201,10 @@ async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_serve
     exchange = desk.begin()
     body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (WINDOW_FRAMES + 2)
 
-    desk.side.take_outcome(Answered(exchange, 200, [], body))
+    desk.side.handle_outcome(Answered(exchange, 200, [], body))
     assert [type(head) for head in desk.heads] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
     other = desk.begin(reply=b"_INBOX.2")
-    desk.side.take_outcome(Answered(other, 200, [], b"x"))
+    desk.side.handle_outcome(Answered(other, 200, [], b"x"))
     assert desk.side.in_flight == 1
     desk.hear(CreditHead(1))
     desk.hear(CreditHead(9))
@@ -222,12 +222,12 @@ async def test_a_streamed_answer_tells_the_user_side_what_has_left_and_ends_with
     desk = Desk()
     exchange = desk.begin()
 
-    desk.side.take_outcome(Opened(exchange, 200, [(b"a", b"b")]))
-    desk.side.take_outcome(Piece(exchange, b"one", last=False))
+    desk.side.handle_outcome(Opened(exchange, 200, [(b"a", b"b")]))
+    desk.side.handle_outcome(Piece(exchange, b"one", last=False))
     assert desk.to_user[-1] == Writable(exchange)
     assert exchange.sent_bytes == 3
-    desk.side.take_outcome(Piece(exchange, b"two", last=True))
-    desk.side.take_outcome(Ended(exchange))
+    desk.side.handle_outcome(Piece(exchange, b"two", last=True))
+    desk.side.handle_outcome(Ended(exchange))
 
     assert [(head, body) for _, head, body in desk.sent] == [
         (ResponseHead(200, [(b"a", b"b")], False, 0), b""),
@@ -246,7 +246,7 @@ async def test_cancel_drops_the_answer_and_holds_the_slot_until_the_work_has_end
     desk.hear(CancelHead())
     assert desk.to_user[1:] == [Drop(exchange)]
     assert desk.side.in_flight == 1
-    desk.side.take_outcome(Answered(exchange, 200, [], b"too late"))
+    desk.side.handle_outcome(Answered(exchange, 200, [], b"too late"))
 
     assert desk.sent == []
     assert desk.side.in_flight == 0
@@ -260,7 +260,7 @@ async def test_cancel_while_the_body_comes_or_the_answer_goes_frees_the_slot_at_
     assert desk.side.in_flight == 0
 
     exchange = desk.begin(reply=b"_INBOX.2")
-    desk.side.take_outcome(Answered(exchange, 200, [], b"x" * FRAME_BODY_BYTES_MAX * (WINDOW_FRAMES + 1)))
+    desk.side.handle_outcome(Answered(exchange, 200, [], b"x" * FRAME_BODY_BYTES_MAX * (WINDOW_FRAMES + 1)))
     assert desk.side.in_flight == 1
     desk.hear(CancelHead(), reply=b"_INBOX.2")
     assert desk.side.in_flight == 0
@@ -269,7 +269,7 @@ async def test_cancel_while_the_body_comes_or_the_answer_goes_frees_the_slot_at_
 async def test_the_deadline_does_not_end_an_answer_that_has_begun() -> None:
     desk = Desk()
     exchange = desk.begin()
-    desk.side.take_outcome(Opened(exchange, 200, []))
+    desk.side.handle_outcome(Opened(exchange, 200, []))
 
     desk.now += 11.0
     desk.side.sweep()
@@ -281,7 +281,7 @@ async def test_the_deadline_does_not_end_an_answer_that_has_begun() -> None:
 async def test_a_router_that_is_not_heard_of_gives_its_slots_back_unless_the_bus_was_away() -> None:
     desk = Desk()
     exchange = desk.begin()
-    desk.side.take_outcome(Opened(exchange, 200, []))
+    desk.side.handle_outcome(Opened(exchange, 200, []))
 
     desk.now += ROUTER_SILENT_S - 1
     desk.hear(ProbeHead())
@@ -296,7 +296,7 @@ async def test_a_router_that_is_not_heard_of_gives_its_slots_back_unless_the_bus
     desk.side.sweep()
 
     assert desk.to_user[-1] == Drop(exchange)
-    desk.side.take_outcome(Ended(exchange))
+    desk.side.handle_outcome(Ended(exchange))
     assert desk.side.in_flight == 0
 
 
@@ -313,7 +313,7 @@ async def test_a_deadline_answers_504_and_ends_the_work() -> None:
     assert isinstance(error, ErrorHead)
     assert (error.error_code, error.status) == ("deadline_exceeded", 504)
     assert Drop(exchange) in desk.to_user
-    desk.side.take_outcome(Ended(exchange))
+    desk.side.handle_outcome(Ended(exchange))
     assert desk.side.in_flight == 1
     assert desk.metrics.answered == [504]
 
@@ -331,9 +331,9 @@ async def test_a_probe_is_answered_only_when_the_request_is_unknown() -> None:
 async def test_a_failure_after_the_answer_has_begun_ends_it_with_an_error() -> None:
     desk = Desk()
     exchange = desk.begin()
-    desk.side.take_outcome(Opened(exchange, 200, []))
+    desk.side.handle_outcome(Opened(exchange, 200, []))
 
-    desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "ValueError"))
+    desk.side.handle_outcome(Failed(exchange, "user_code_raised", 500, "ValueError"))
 
     assert desk.heads[-1] == ErrorHead("user_code_raised", 500, "ValueError", 0)
     assert desk.side.in_flight == 0
@@ -343,12 +343,12 @@ async def test_an_answer_that_cannot_be_sent_still_frees_the_slot() -> None:
     desk = Desk()
     exchange = desk.begin()
     desk.broken = NotConnected("away")
-    desk.side.take_outcome(Answered(exchange, 200, [], b"x"))
+    desk.side.handle_outcome(Answered(exchange, 200, [], b"x"))
     assert desk.side.in_flight == 0
 
     desk.broken = None
     exchange = desk.begin(reply=b"_INBOX.2")
-    desk.side.take_outcome(Answered(exchange, 200, [(b"a", b"b" * 70_000)], b"x"))
+    desk.side.handle_outcome(Answered(exchange, 200, [(b"a", b"b" * 70_000)], b"x"))
     assert desk.side.in_flight == 0
     assert isinstance(desk.heads[-1], ErrorHead)
     assert "headers" in desk.heads[-1].message
@@ -365,7 +365,7 @@ async def test_a_server_with_a_smaller_payload_limit_gives_an_error_and_frees_th
         refuse_large(subject, frame)
 
     desk.side._frames.publish = publish
-    desk.side.take_outcome(Answered(exchange, 200, [], b"x" * 2000))
+    desk.side.handle_outcome(Answered(exchange, 200, [], b"x" * 2000))
 
     assert isinstance(desk.heads[-1], ErrorHead)
     assert desk.side.in_flight == 0
@@ -375,7 +375,7 @@ async def test_bytes_that_are_no_frame_and_frames_without_reply_change_nothing()
     desk = Desk()
 
     for payload in (b"", b"\x00", b"\xff\xff", b"\x00\x02\xc1\xc1"):
-        desk.side.take_frame(b"s", ME, payload, None)
+        desk.side.handle_frame(b"s", ME, payload, None)
     desk.hear(_request(), reply=b"")
     desk.hear(ResponseHead(200, [], True, 0))
 
@@ -391,13 +391,13 @@ async def test_idle_is_told_when_the_last_request_has_left() -> None:
         await asyncio.sleep(0.02)
         assert not waiting.done()
 
-        desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
+        desk.side.handle_outcome(Failed(exchange, "user_code_raised", 500, "no"))
 
 
 async def test_an_answer_that_may_be_lost_is_said_again_when_its_router_asks() -> None:
     desk = Desk()
     exchange = desk.begin()
-    desk.side.take_outcome(Answered(exchange, 200, [], b"ok"))
+    desk.side.handle_outcome(Answered(exchange, 200, [], b"ok"))
     desk.now += 1.0
 
     desk.hear(ProbeHead(1.0))
@@ -434,7 +434,7 @@ async def test_what_may_have_ended_and_been_forgotten_is_unknown() -> None:
     desk = Desk()
     for reply in (b"_INBOX.7", b"_INBOX.8", b"_INBOX.9"):
         exchange = desk.begin(reply=reply)
-        desk.side.take_outcome(Answered(exchange, 200, [], b"ok"))
+        desk.side.handle_outcome(Answered(exchange, 200, [], b"ok"))
         desk.now += 10.0
 
     desk.hear(ProbeHead(31.0))
@@ -446,24 +446,24 @@ async def test_what_may_have_ended_and_been_forgotten_is_unknown() -> None:
 
 async def test_a_replica_that_is_cut_off_stays_for_its_routers_until_it_was_back_for_a_while() -> None:
     desk = Desk()
-    assert desk.side.seconds_until_asked() == 0.0
+    assert desk.side.seconds_until_probed() == 0.0
     desk.side.bus_joined()
     exchange = desk.begin()
     desk.side.bus_lost()
-    desk.side.take_outcome(Answered(exchange, 200, [], b"lost"))
-    desk.side.begin_drain()
+    desk.side.handle_outcome(Answered(exchange, 200, [], b"lost"))
+    desk.side.start_drain()
     desk.now += 100.0
-    assert desk.side.seconds_until_asked() == 2.0
+    assert desk.side.seconds_until_probed() == 2.0
 
     desk.side.bus_joined()
     desk.now += 0.5
-    assert desk.side.seconds_until_asked() == 1.5
+    assert desk.side.seconds_until_probed() == 1.5
     desk.side.bus_lost()
     desk.now += 1.5
-    assert desk.side.seconds_until_asked() == 2.0
+    assert desk.side.seconds_until_probed() == 2.0
     desk.side.bus_joined()
     desk.now += 2.0
-    assert desk.side.seconds_until_asked() == 0.0
+    assert desk.side.seconds_until_probed() == 0.0
 
 
 async def test_a_certain_refusal_that_was_lost_is_said_again() -> None:
@@ -490,17 +490,17 @@ async def test_patient_requests_get_the_slots_that_come_free_in_their_order() ->
     desk.hear(ProbeHead(1.0), reply=b"_INBOX.2")
     assert (desk.side.in_flight, desk.heads) == (1, [])
 
-    desk.side.take_outcome(Answered(first, 200, [], b""))
+    desk.side.handle_outcome(Answered(first, 200, [], b""))
     second = desk.to_user[-1]
     assert isinstance(second, ReplicaRequest)
     assert (second.reply, desk.side.in_flight) == (b"_INBOX.2", 1)
     desk.hear(_request(), reply=b"_INBOX.5")  # whoever is not patient does not overtake
     assert desk.heads[-1] == RefusedHead("busy", 1)
-    desk.side.take_outcome(Answered(second, 200, [], b""))
+    desk.side.handle_outcome(Answered(second, 200, [], b""))
     third = desk.to_user[-1]
     assert isinstance(third, ReplicaRequest)
     assert third.reply == b"_INBOX.4"
-    desk.side.take_outcome(Answered(third, 200, [], b""))
+    desk.side.handle_outcome(Answered(third, 200, [], b""))
     assert desk.side.in_flight == 0
 
 
@@ -513,7 +513,7 @@ async def test_who_waits_for_a_slot_too_long_or_into_a_drain_is_told() -> None:
     desk.side.sweep()
     assert [type(head) for head in desk.heads] == [ErrorHead]
 
-    desk.side.begin_drain()
+    desk.side.start_drain()
     assert desk.heads[-1] == RefusedHead("draining", 1)
     desk.hear(_patient(), reply=b"_INBOX.4")
     assert desk.heads[-1] == RefusedHead("draining", 1)

@@ -72,18 +72,18 @@ class Desk:
             metrics=self.metrics,
             max_concurrent_queries=max_concurrent_queries,
         )
-        self.to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.take_outcome)
+        self.to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.handle_outcome)
         self.direct = DirectResponses(
             self.wire,
             self.to_bus.put,
-            self.bus_side.take_outcome,
+            self.bus_side.handle_outcome,
             lambda: self.bus_side.in_flight,
             time.monotonic,
         )
 
     def ask(self, reply: bytes, *, patient: bool = False) -> None:
         head = RequestHead(RequestKind.HTTP, "GET", "/", "/", "", [], 5.0, 0, "echo", "id", patient=patient)
-        self.bus_side.take_frame(b"subject", reply, encode_frame(head), None)
+        self.bus_side.handle_frame(b"subject", reply, encode_frame(head), None)
 
     def answer(self, body: bytes = b"done", status: int = 200) -> None:
         self.direct.send(Answered(self.begun.pop(0), status, [], body))
@@ -135,7 +135,7 @@ async def test_a_request_that_waits_for_a_slot_gets_it_at_once(desk: Desk) -> No
 
 async def test_a_drain_ends_when_the_last_answer_has_left(desk: Desk) -> None:
     desk.ask(b"_INBOX.r1")
-    desk.bus_side.begin_drain()
+    desk.bus_side.start_drain()
     desk.answer()
     async with asyncio.timeout(30):
         await desk.bus_side.wait_idle()
@@ -147,7 +147,7 @@ async def test_a_drain_knows_what_was_answered_before_it(desk: Desk) -> None:
     desk.ask(b"_INBOX.r1")
     desk.answer()
     await asyncio.sleep(0)
-    desk.bus_side.begin_drain()
+    desk.bus_side.start_drain()
     async with asyncio.timeout(30):
         await desk.bus_side.wait_idle()
 
@@ -159,7 +159,7 @@ async def test_a_router_that_asks_for_a_lost_answer_is_told_it(desk: Desk) -> No
     await asyncio.sleep(0)
     desk.wire.can_write_shared = False
     probe = encode_frame(ProbeHead())
-    desk.bus_side.take_frame(b"subject", b"_INBOX.r1", probe, None)
+    desk.bus_side.handle_frame(b"subject", b"_INBOX.r1", probe, None)
     ((reply, head),) = desk.sent
     assert reply == b"_INBOX.r1"
     assert type(head) is ResponseHead
@@ -197,5 +197,5 @@ async def test_an_answer_that_comes_with_its_deadline_frees_the_slot_once(desk: 
     assert desk.sent == []
     assert desk.bus_side.in_flight == 0
     assert desk.metrics.answered == [200]
-    desk.bus_side.take_frame(b"subject", b"_INBOX.r1", encode_frame(ProbeHead()), None)
+    desk.bus_side.handle_frame(b"subject", b"_INBOX.r1", encode_frame(ProbeHead()), None)
     assert type(desk.sent[0][1]) is not RefusedHead

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_replica_host.replica.telemetry.logs import LOG_SOCKET, open_log_way
+from serve_replica_host.replica.telemetry.logs import LOG_SOCKET, open_log_sender
 
 PIECES = 1_000
 """More than a socket holds that nobody reads."""
@@ -25,7 +25,7 @@ def test_lines_that_a_host_takes_only_after_a_while_are_not_lost(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as host:
         host.bind(str(path))
         host.settimeout(30)
-        way = open_log_way()
+        way = open_log_sender()
         sending = threading.Thread(target=lambda: [way(b"%d\n" % number) for number in range(PIECES)])
         sending.start()
         sending.join(1.5)

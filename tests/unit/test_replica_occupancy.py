@@ -25,7 +25,7 @@ SLOTS = 2
 
 
 class NoMetrics:
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         assert seconds >= 0
 
     def count_refused(self, reason: str) -> None:
@@ -72,7 +72,7 @@ class Replica:
         return reply
 
     def hear(self, head: RequestHead | CancelHead | CreditHead, reply: bytes) -> None:
-        self.side.take_frame(b"serve.replica.x", reply, encode_frame(head, b""), None)
+        self.side.handle_frame(b"serve.replica.x", reply, encode_frame(head, b""), None)
 
 
 def test_nothing_has_been_there_at_first() -> None:
@@ -86,7 +86,7 @@ def test_those_that_are_still_there_and_those_that_wait_for_a_slot_count() -> No
     replica.wait(2.0)
     assert replica.side.occupancy() == Occupancy(ongoing_s=6.0, in_flight=2, limit=SLOTS, waiting=1)
 
-    replica.side.take_outcome(Answered(replica.exchanges[0], 200, [], b""))  # who waited gets its slot
+    replica.side.handle_outcome(Answered(replica.exchanges[0], 200, [], b""))  # who waited gets its slot
     replica.wait(1.0)
     assert replica.side.occupancy() == Occupancy(ongoing_s=8.0, in_flight=2, limit=SLOTS)
 
@@ -96,15 +96,15 @@ def test_streams_and_sockets_count_while_they_last() -> None:
     replica.begin()
     replica.begin(RequestKind.WEBSOCKET)
     stream, socket = replica.exchanges
-    replica.side.take_outcome(Opened(stream, 200, []))
-    replica.side.take_outcome(Opened(socket, 101, []))
+    replica.side.handle_outcome(Opened(stream, 200, []))
+    replica.side.handle_outcome(Opened(socket, 101, []))
     replica.wait(60.0)
     assert replica.side.occupancy() == Occupancy(
         ongoing_s=120.0, in_flight=2, limit=SLOTS, streams=1, sockets=1
     )
 
-    replica.side.take_outcome(Piece(stream, b"", last=True))
-    replica.side.take_outcome(Closed(socket, 1000, ""))
+    replica.side.handle_outcome(Piece(stream, b"", last=True))
+    replica.side.handle_outcome(Closed(socket, 1000, ""))
     replica.wait(5.0)
     assert replica.side.occupancy() == Occupancy(ongoing_s=120.0, limit=SLOTS)
 
@@ -115,7 +115,7 @@ def test_an_answer_that_left_by_itself_counts_until_it_left() -> None:
     replica.wait(1.0)
     left_at = replica.now
     replica.wait(0.25)  # until the bus side hears of it
-    replica.side.take_outcome(Left(replica.exchanges[0], 200, left_at))
+    replica.side.handle_outcome(Left(replica.exchanges[0], 200, left_at))
     assert replica.side.occupancy().ongoing_s == 1.0
 
 
@@ -131,7 +131,7 @@ def test_who_leaves_the_waiting_room_without_a_slot_was_there_all_the_same() -> 
         elif leave == "deadline":
             replica.side.sweep()
         else:
-            replica.side.begin_drain()
+            replica.side.start_drain()
         replica.wait(1.0)
         occupancy = replica.side.occupancy()
         assert (occupancy.ongoing_s, occupancy.waiting) == (11.0, 0), leave
@@ -139,7 +139,7 @@ def test_who_leaves_the_waiting_room_without_a_slot_was_there_all_the_same() -> 
 
 def test_a_draining_replica_offers_no_slots() -> None:
     replica = Replica()
-    replica.side.begin_drain()
+    replica.side.start_drain()
     assert replica.side.occupancy().limit == 0
 
 
@@ -172,15 +172,15 @@ def test_whatever_happens_it_is_the_sum_of_those_that_were_there_over_time(seed:
                 if (
                     exchange.is_dropped
                     or exchange.head.kind is RequestKind.WEBSOCKET
-                    or exchange.has_answer_begun
+                    or exchange.has_response_started
                 ):
-                    replica.side.take_outcome(Ended(exchange))
+                    replica.side.handle_outcome(Ended(exchange))
                 else:
-                    replica.side.take_outcome(chance.choice(outcomes))
+                    replica.side.handle_outcome(chance.choice(outcomes))
             case 4 if running:
                 exchange = chance.choice(running)
                 if exchange.head.kind is RequestKind.HTTP:
-                    replica.side.take_outcome(Opened(exchange, 200, []))
+                    replica.side.handle_outcome(Opened(exchange, 200, []))
             case _:
                 replica.side.sweep()
         ongoing_s = replica.side.occupancy().ongoing_s

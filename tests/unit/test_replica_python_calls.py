@@ -111,7 +111,7 @@ async def call(code: UserCode, method: str, *args: Any, stream: bool = False, **
 
 async def said(code: UserCode, asked: ReplicaRequest) -> list[ToBus]:
     out: list[ToBus] = []
-    out.append(await python_calls.answer_call(code, asked, out.append))
+    out.append(await python_calls.handle_call(code, asked, out.append))
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_replica_host.replica.io import slots as recent_replies
-from serve_replica_host.replica.io.slots import ANSWER_BYTES_MAX, KEPT_S, RecentReplies
+from serve_replica_host.replica.io.slots import ANSWER_BYTES_MAX, RETENTION_MIN_S, RecentReplies
 
 
 def test_an_answer_is_kept_for_a_while_and_then_known_to_be_forgotten() -> None:
@@ -11,15 +11,15 @@ def test_an_answer_is_kept_for_a_while_and_then_known_to_be_forgotten() -> None:
     recent.add(b"a", b"answer", 101.0)
     assert recent.answer(b"a") == b"answer"
     assert recent.last_at == 101.0
-    recent.add(b"b", b"other", 101.0 + KEPT_S)
-    recent.add(b"c", b"third", 101.1 + KEPT_S)
+    recent.add(b"b", b"other", 101.0 + RETENTION_MIN_S)
+    recent.add(b"c", b"third", 101.1 + RETENTION_MIN_S)
     assert (recent.answer(b"a"), recent.answer(b"c")) == (b"answer", b"third")
     assert recent.covers(0.0)
-    recent.add(b"d", b"", 101.2 + 2 * KEPT_S)
+    recent.add(b"d", b"", 101.2 + 2 * RETENTION_MIN_S)
     assert b"a" not in recent
     assert b"c" in recent
     assert not recent.covers(100.5)
-    assert recent.covers(101.2 + KEPT_S)
+    assert recent.covers(101.2 + RETENTION_MIN_S)
 
 
 def test_what_ended_within_the_time_is_held_whatever_came_between() -> None:
@@ -27,9 +27,9 @@ def test_what_ended_within_the_time_is_held_whatever_came_between() -> None:
     for at in range(200):
         now = 100.0 + at * 0.3
         recent.add(b"%d" % at, b"x", now)
-        lately = [k for k in range(at + 1) if 100.0 + k * 0.3 >= now - KEPT_S]
+        lately = [k for k in range(at + 1) if 100.0 + k * 0.3 >= now - RETENTION_MIN_S]
         assert all(b"%d" % k in recent for k in lately)
-        assert recent.covers(now - KEPT_S)
+        assert recent.covers(now - RETENTION_MIN_S)
 
 
 def test_a_long_answer_is_not_kept_but_its_end_is() -> None:

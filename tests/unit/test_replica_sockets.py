@@ -352,7 +352,7 @@ def a_drain(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for exchange in rig.bus_side._exchanges.values():
         exchange.heard_at = began_at
         exchange.deadline = began_at + 60
-    rig.bus_side.begin_drain()
+    rig.bus_side.start_drain()
     rig.bus_side.sweep()
 
 
@@ -421,7 +421,7 @@ async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_th
     assert waits.is_silent
     for request in requests:
         request.send(CancelHead())
-    await rig.user_side.close()
+    await rig.user_executor.close()
     await rig.idle()
 
 

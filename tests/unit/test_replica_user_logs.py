@@ -25,7 +25,7 @@ class FixedClock:
         return 1_700_000_000.25
 
 
-class KeptLines:
+class RetainedLines:
     """In place of a relay."""
 
     is_in_forked_child = False
@@ -42,9 +42,9 @@ class KeptLines:
 
 
 @contextmanager
-def caught() -> Iterator[KeptLines]:
+def caught() -> Iterator[RetainedLines]:
     """Everything that is said within; no fixture, for pytest puts its own streams in place after these."""
-    kept: Any = KeptLines()
+    kept: Any = RetainedLines()
     root = logging.getLogger()
     before = (root.handlers[:], root.level, sys.stdout, sys.stderr)
     UserLogs(kept, IDS, FixedClock()).catch(logging.INFO)

@@ -38,7 +38,7 @@ from serve_replica_host.replica.io.request import (
     ToBus,
     Writable,
 )
-from serve_replica_host.replica.io.response_stream import NotAnAnswer, WholeResponse, to_answer
+from serve_replica_host.replica.io.response_stream import NotAnAnswer, WholeResponse, to_response
 from serve_replica_host.replica.user.asgi import LazyRequest
 from serve_replica_host.replica.user.code import UserCode
 from serve_replica_host.replica.user.executor import UserExecutor
@@ -123,19 +123,19 @@ async def test_a_body_can_be_read_as_a_stream() -> None:
     ],
 )
 def test_plain_values_become_answers_as_in_ray_serve(result: Any, content_type: str, body: bytes) -> None:
-    answer = to_answer(result)
+    answer = to_response(result)
 
     assert answer == WholeResponse(200, [(b"content-type", content_type.encode())], body)
 
 
 def test_numpy_values_are_json_and_other_objects_are_refused_by_name() -> None:
     numpy = pytest.importorskip("numpy")
-    answer = to_answer({"p": numpy.array([1.5, 2.0]), "n": numpy.int64(3)})
+    answer = to_response({"p": numpy.array([1.5, 2.0]), "n": numpy.int64(3)})
 
     assert isinstance(answer, WholeResponse)
     assert msgspec.json.decode(answer.body) == {"p": [1.5, 2.0], "n": 3}
     with pytest.raises(NotAnAnswer, match="holds a LazyRequest"):
-        to_answer([request_of(b"")])
+        to_response([request_of(b"")])
 
 
 async def test_a_response_keeps_its_status_and_headers() -> None:

@@ -125,7 +125,7 @@ def test_a_pinned_replica_that_takes_nothing_is_passed_over_for_the_next_of_the_
             (dispatch,) = world.router.refused(RequestKey(1), home, Refusal.BUSY, 0.0)
             assert dispatch.replica != home
         case "silent":
-            world.router.put_aside(home, 0.0)
+            world.router.quarantine(home, 0.0)
         case "ejected":
             world.router.failed(RequestKey(1), 0.0)
     nexts = set(world.take(5, shard("anna")))

@@ -76,12 +76,12 @@ def test_a_replica_that_fails_in_a_row_is_left_out_for_a_time(how: str) -> None:
     assert world.open_now() == set(R)
     world.fail(R[0], 1, how=how)
     assert world.open_now() == set(R[1:])
-    assert (world.router.ejections, world.router.has_aside) == (1, True)
+    assert (world.router.ejections, world.router.has_blocked) == (1, True)
     world.router.reopen(9.9)
     assert world.open_now() == set(R[1:])
     world.router.reopen(10.0)
     assert world.open_now() == set(R)
-    assert not world.router.has_aside
+    assert not world.router.has_blocked
 
 
 def test_an_answer_between_two_failures_begins_the_row_anew() -> None:

@@ -132,16 +132,16 @@ def test_a_reader_with_a_clock_that_is_a_little_behind_sees_no_fall() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "draining", "can_wake", "is_asleep"),
+    ("replicas", "draining", "can_wake", "is_scaled_to_zero"),
     [((), (), True, True), ((), (R0,), True, True), ((R0,), (), True, False), ((), (), False, False)],
 )
 def test_a_backend_sleeps_when_it_was_scaled_to_zero_and_nothing_takes_requests(
-    replicas, draining, can_wake: bool, is_asleep: bool
+    replicas, draining, can_wake: bool, is_scaled_to_zero: bool
 ) -> None:
     case = Case(*replicas, draining=draining, can_wake=can_wake)
-    assert case.router.is_asleep == is_asleep
+    assert case.router.is_scaled_to_zero == is_scaled_to_zero
     case.router.drop()
-    assert not case.router.is_asleep
+    assert not case.router.is_scaled_to_zero
 
 
 def told_at(alarm: WakeSignal, waiting_at: dict[float, int]) -> list[tuple[float, int]]:

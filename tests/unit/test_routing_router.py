@@ -105,12 +105,12 @@ def test_a_busy_replica_is_tried_again_after_a_pause_that_grows(router: Router) 
 def test_a_silent_replica_is_put_aside_and_keeps_what_it_has(router: Router) -> None:
     router.apply(backend(R0, limit=2), 0.0)
     router.submit(key(1), 9)
-    router.put_aside(R0, now=0.0)
+    router.quarantine(R0, now=0.0)
     assert router.submit(key(2), 9) == Queued()
     assert router.requests_at(R0) == {key(1)}
     assert router.reopen(0.4) == ()
     assert router.reopen(0.5) == [Dispatch(key(2), R0)]
-    router.put_aside(R0, now=1.0)
+    router.quarantine(R0, now=1.0)
     assert not router.reopen(1.9)
     assert router.submit(key(3), 9) == Queued()
     assert router.finished(key(1)) == [Dispatch(key(3), R0)]  # it has answered, so it lives

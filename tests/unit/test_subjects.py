@@ -27,7 +27,7 @@ def test_the_subjects_are_those_of_the_contract() -> None:
     assert SUBJECTS.host_report(HostId("h1")) == "serve.report.host.h1"
     assert SUBJECTS.proxy_report(ProxyId("p1")) == "serve.report.proxy.p1"
     assert SUBJECTS.wake(BackendTag("shop/digits")) == "serve.wake.shop.digits"
-    assert SUBJECTS.backend_of_wake("serve.wake.shop.digits") == "shop/digits"
+    assert SUBJECTS.parse_wake_backend("serve.wake.shop.digits") == "shop/digits"
     assert (SUBJECTS.leader, SUBJECTS.bucket) == ("serve.leader", "serve-snapshots")
 
 
@@ -46,8 +46,8 @@ def test_a_prefix_is_one_name(prefix: str) -> None:
 
 
 def test_a_call_of_one_token_is_of_the_default_application() -> None:
-    assert SUBJECTS.endpoint_of_call("serve.call.digits") == "default/digits"
-    assert SUBJECTS.endpoint_of_call("serve.call.shop.digits") == "shop/digits"
+    assert SUBJECTS.parse_call_endpoint("serve.call.digits") == "default/digits"
+    assert SUBJECTS.parse_call_endpoint("serve.call.shop.digits") == "shop/digits"
 
 
 def test_keys_parse_back_and_others_are_refused() -> None:

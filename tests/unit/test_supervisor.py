@@ -19,7 +19,7 @@ import pytest
 from muster.embedded import run_record as leftovers
 from muster.embedded.options import StartFailed
 from muster.embedded.process import Happened, ProcessEvent, ProcessSpec, backoff_s, describe_exit
-from muster.embedded.supervisor import Supervisor, cut_when_long, last_lines, rotate_at_start
+from muster.embedded.supervisor import Supervisor, last_lines, rotate_at_start, truncate_large_log
 
 SLEEPER = ["/bin/sh", "-c", "echo up; exec sleep 1000"]
 # Leaves its session, cleans its environment, and is an orphan at once: as hard to find as Ray's workers get.
@@ -340,9 +340,9 @@ def test_a_long_log_is_cut_while_its_writer_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * 100)
-        assert not cut_when_long(path, size_max=100)
+        assert not truncate_large_log(path, size_max=100)
         writer.write(b"y")
-        assert cut_when_long(path, size_max=100)
+        assert truncate_large_log(path, size_max=100)
         writer.write(b"new\n")
     assert path.read_bytes() == b"new\n"
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100 + b"y"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from muster.batching.batches import begin_batch, below, end_batch
-from muster.handles.calls import begin_call, end_call, headers_of
+from muster.batching.batches import below, end_batch_span, start_batch_span
+from muster.handles.calls import begin_call, end_call_span, headers_of
 from serve_common.errors import BusUnavailable
 from serve_common.names import ReplicaTag
 from serve_common.runtime.request_context import RequestContext, request_context
@@ -28,10 +28,10 @@ from serve_common.telemetry.spans import (
     Span,
     SpanKind,
     SpanRef,
-    headers_of_environment,
+    headers_from_environment,
     may_be_sampled,
     parse_traceparent,
-    tracestate_of,
+    parse_tracestate,
     usable_tracestate,
 )
 from serve_common.telemetry.tracer import (
@@ -65,11 +65,11 @@ class World:
             emit=self.ended.append,
             monotonic_ns=lambda: self.now_ns,
             wall_ns=5_000,
-            draw_bits=lambda bits: next(self._bits) << (bits // 2) | next(self._bits),
+            random_bits=lambda bits: next(self._bits) << (bits // 2) | next(self._bits),
         )
 
     def root(self, name: str = "root") -> Span:
-        return self.tracer.begin_sampled(name, SpanKind.SERVER, None, {})
+        return self.tracer.start_sampled(name, SpanKind.SERVER, None, {})
 
     @property
     def names(self) -> list[str]:
@@ -137,16 +137,18 @@ def test_a_tracestate_is_passed_on_only_if_it_is_one(text: str, usable: str) -> 
 
 
 def test_a_tracestate_in_several_headers_is_one_list() -> None:
-    assert tracestate_of([(b"tracestate", b"a=1"), (b"x", b"y"), (b"tracestate", b"b=2")]) == "a=1,b=2"
-    assert tracestate_of([(b"x", b"y")]) == ""
+    assert parse_tracestate([(b"tracestate", b"a=1"), (b"x", b"y"), (b"tracestate", b"b=2")]) == "a=1,b=2"
+    assert parse_tracestate([(b"x", b"y")]) == ""
 
 
 def test_a_program_that_is_run_in_a_trace_is_told_so_by_its_environment() -> None:
     assert (
-        headers_of_environment({}) == headers_of_environment({"TRACEPARENT": "no", "TRACESTATE": "a=1"}) == {}
+        headers_from_environment({})
+        == headers_from_environment({"TRACEPARENT": "no", "TRACESTATE": "a=1"})
+        == {}
     )
-    assert headers_of_environment({"TRACEPARENT": SAMPLED}) == {"traceparent": SAMPLED}
-    told = headers_of_environment({"TRACEPARENT": SAMPLED, "TRACESTATE": "a=1"})
+    assert headers_from_environment({"TRACEPARENT": SAMPLED}) == {"traceparent": SAMPLED}
+    told = headers_from_environment({"TRACEPARENT": SAMPLED, "TRACESTATE": "a=1"})
     assert told == {"traceparent": SAMPLED, "tracestate": "a=1"}
 
 
@@ -216,11 +218,11 @@ def test_a_request_that_waits_is_refused_and_sent_again_has_a_span_for_each(worl
     trace = RequestTrace(world.tracer, world.root())
     trace.waits("replica")
     world.now_ns += 10
-    first = parse_traceparent(trace.attempt_begun(R0, is_patient=False))
+    first = parse_traceparent(trace.attempt_started(R0, may_queue=False))
     world.now_ns += 10
     trace.attempt_failed("busy", "no room")
     trace.attempt_ended(0)
-    second = parse_traceparent(trace.attempt_begun(R1, is_patient=True))
+    second = parse_traceparent(trace.attempt_started(R1, may_queue=True))
     world.now_ns += 10
     trace.attempt_ended(200)
     trace.end()
@@ -239,7 +241,7 @@ def test_a_request_that_waits_is_refused_and_sent_again_has_a_span_for_each(worl
 
 def test_whatever_ends_a_request_ends_all_its_spans_once(world: World) -> None:
     trace = RequestTrace(world.tracer, world.root())
-    trace.attempt_begun(R0, is_patient=False)
+    trace.attempt_started(R0, may_queue=False)
     end_request(trace, 499)
     end_request(trace, 500)
     trace.attempt_ended(200)
@@ -251,7 +253,7 @@ def test_whatever_ends_a_request_ends_all_its_spans_once(world: World) -> None:
 def test_a_request_that_is_sent_on_and_on_fills_no_trace(world: World) -> None:
     trace = RequestTrace(world.tracer, world.root())
     for _ in range(3 * CHILDREN_MAX):
-        assert parse_traceparent(trace.attempt_begun(R0, is_patient=False)) is not None
+        assert parse_traceparent(trace.attempt_started(R0, may_queue=False)) is not None
     trace.end()
     assert len(world.ended) == CHILDREN_MAX + 1
     assert world.ended[-1].attributes["muster.attempts"] == 3 * CHILDREN_MAX
@@ -320,7 +322,7 @@ def test_a_call_is_below_the_span_of_its_request_and_takes_the_state_along(world
     assert trace is not None
     assert (trace.span.parent_id, traceparent) == (SPAN, trace.span.traceparent)
     assert headers_of(trace) == [(b"tracestate", b"a=1")]
-    end_call(trace, BusUnavailable("away"))
+    end_call_span(trace, BusUnavailable("away"))
     assert (world.ended[0].error, world.ended[0].attributes["error.type"]) == ("away", "bus_unavailable")
 
 
@@ -347,18 +349,18 @@ def test_a_batch_is_below_its_first_traced_request_and_linked_to_the_others(worl
         RequestContext(traceparent=SAMPLED),
         RequestContext(traceparent=other),
     ]
-    span = begin_batch("Model.run", contexts)
+    span = start_batch_span("Model.run", contexts)
     assert span is not None
     assert (span.parent_id, span.attributes["muster.batch_size"]) == (SPAN, 4)
     assert [link.trace_id for link in span.links] == ["1" * 32]
     context = below(span, contexts[0])
     assert context is not None
     assert context.traceparent == span.traceparent
-    end_batch(span, ValueError("odd"))
+    end_batch_span(span, ValueError("odd"))
     assert world.ended[0].error == "ValueError: odd"
-    assert begin_batch("Model.run", [RequestContext(traceparent=UNSAMPLED), None]) is None
+    assert start_batch_span("Model.run", [RequestContext(traceparent=UNSAMPLED), None]) is None
     set_process_tracer(None)
-    assert begin_batch("Model.run", contexts) is None
+    assert start_batch_span("Model.run", contexts) is None
 
 
 # -- operations -------------------------------------------------------------------------------------------------------

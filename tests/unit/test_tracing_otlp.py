@@ -23,14 +23,14 @@ UNSAMPLED = f"00-{TRACE}-{PARENT}-00"
 
 @pytest.fixture
 def tracer() -> Tracer:
-    return Tracer(ALWAYS, emit=lambda _: None, monotonic_ns=lambda: 7, wall_ns=1_000, draw_bits=lambda _: 5)
+    return Tracer(ALWAYS, emit=lambda _: None, monotonic_ns=lambda: 7, wall_ns=1_000, random_bits=lambda _: 5)
 
 
 @pytest.fixture
 def span(tracer: Tracer) -> Span:
     parent = SpanRef(TRACE, PARENT, is_sampled=True, tracestate="a=1,b=2")
     link = SpanRef("1" * 32, "2" * 16, is_sampled=True)
-    return tracer.begin_sampled(
+    return tracer.start_sampled(
         "GET /a", SpanKind.SERVER, parent, {"n": 1}, is_parent_remote=True, links=(link,)
     )
 
@@ -52,7 +52,7 @@ def test_a_record_becomes_the_span_that_it_describes(tracer: Tracer, span: Span)
 
 
 def test_the_first_span_of_a_trace_has_no_parent(tracer: Tracer) -> None:
-    span = tracer.begin_sampled("x", SpanKind.CLIENT, None, {})
+    span = tracer.start_sampled("x", SpanKind.CLIENT, None, {})
     tracer.end(span)
     made = otlp_spans.readable(span, Resource({}))
     assert (made.parent, made.status.status_code) == (None, StatusCode.UNSET)
@@ -83,7 +83,7 @@ def test_user_code_may_add_to_its_span_and_not_end_it(tracer: Tracer, span: Span
 
 
 def test_what_has_ended_is_not_changed_any_more(tracer: Tracer, span: Span) -> None:
-    seen = otlp_spans.SeenSpan(span, tracer)
+    seen = otlp_spans.UserSpan(span, tracer)
     tracer.end(span)
     seen.set_attribute("late", 1)
     seen.add_event("late")

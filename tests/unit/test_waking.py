@@ -8,7 +8,7 @@ import pytest
 
 from serve_common.dispatch.admission import ShadowOutcome
 from serve_common.dispatch.errors import QueueIsFull
-from serve_common.dispatch.request_body import RequestBody, UploadRoom
+from serve_common.dispatch.request_body import RequestBody, UploadMemory
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.frames import BodyHead, RefusedHead, RequestHead, RequestKind, ResponseHead
@@ -129,7 +129,7 @@ async def test_while_nats_is_away_nothing_is_told_and_then_it_is(world: World) -
     tasks.append(await world.ask())  # waits for NATS
     assert counts(world) == [1]
     world.bus.is_connected = True
-    world.dispatcher.bus_is_back()
+    world.dispatcher.bus_reconnected()
     world.look(1.2)
     assert counts(world) == [1, 2]
     world.bus.is_full = True
@@ -199,7 +199,7 @@ async def test_a_copy_is_skipped_rather_than_that_it_wakes(world: World) -> None
 
 
 async def test_an_upload_waits_with_what_fits_and_goes_on_by_credit(world: World) -> None:
-    upload = RequestBody(b"begin", UploadRoom())
+    upload = RequestBody(b"begin", UploadMemory())
     task = await world.ask(upload=upload, repeatable=False)
     assert counts(world) == [1]
     upload.add(b"more")

@@ -25,7 +25,7 @@ from serve_common.identities.credentials import (
     encode_operator,
     encode_user,
 )
-from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, crossings, rights_of
+from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, crossings, get_rights
 
 OPERATOR_FILE: Final = "nats_operator.json"
 SERVER_FILE: Final = "nats_identities.conf"
@@ -106,7 +106,7 @@ def derive_files(keys: OperatorKeys) -> Mapping[str, str]:
     """The content of each of `FILES`."""
     accounts = {name: NatsKey.from_seed(seed, KeyKind.ACCOUNT) for name, seed in keys.accounts.items()}
     signers = {role: NatsKey.from_seed(seed, KeyKind.ACCOUNT) for role, seed in keys.signing_keys.items()}
-    account_of = {role: accounts[rights_of(role, keys.subject_prefix).account].public for role in Role}
+    account_of = {role: accounts[get_rights(role, keys.subject_prefix).account].public for role in Role}
     files = {SERVER_FILE: _server_file(keys, accounts, signers)}
     for role, name in CREDENTIALS.items():
         user = NatsKey.from_seed(keys.users[role], KeyKind.USER)
@@ -155,7 +155,7 @@ def _account(
     all_crossings = list(crossings(prefix))
     scopes = []
     for role in Role:
-        rights = rights_of(role, prefix)
+        rights = get_rights(role, prefix)
         if rights.account is name:
             scopes.append(
                 Scope(

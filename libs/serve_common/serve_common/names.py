@@ -82,11 +82,11 @@ def replica_tag(backend_tag: BackendTag, ordinal: int) -> ReplicaTag:
     return ReplicaTag(f"{backend_tag}#{ordinal}")
 
 
-def backend_tag_of(tag: ReplicaTag) -> BackendTag:
+def parse_backend_tag(tag: ReplicaTag) -> BackendTag:
     """The backend that a replica belongs to."""
     return BackendTag(tag.rpartition("#")[0])
 
 
-def ordinal_of(tag: ReplicaTag) -> int:
+def parse_ordinal(tag: ReplicaTag) -> int:
     """The ordinal in a replica's tag."""
     return int(tag.rpartition("#")[2])

@@ -13,7 +13,7 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ControllerId
 from serve_common.protocol.reports import HostGoal, LeaderNotice
 from serve_common.protocol.snapshots import Snapshot
-from serve_controller.core.autoscaling.values import LoadAsk, LoadSample, Targets
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ObjectChanges
 
@@ -23,7 +23,7 @@ __all__ = [
     "EventSink",
     "HistoryEntry",
     "HostLink",
-    "LoadAsk",
+    "LoadRequest",
     "LoadSample",
     "LoadSource",
     "PolicyAnswer",
@@ -163,7 +163,7 @@ class LoadSource(Protocol):
     """Reads the loads of backends."""
 
     async def read(
-        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+        self, asks: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         """Read one sample for each of ``asks``; a missing one has the reason. Takes seconds at most, never raises."""
         ...
@@ -180,7 +180,7 @@ class PolicyRunner(Protocol):
 class ControllerBus(HostLink, Publisher, EventSink, Protocol):
     """Everything the controller does on NATS."""
 
-    async def begin_term(self, notice: LeaderNotice) -> None:
+    async def start_term(self, notice: LeaderNotice) -> None:
         """Serve the admin verbs, announce the leader to hosts and proxies, and report the bucket's whole content."""
         ...
 

@@ -11,11 +11,11 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from serve_common.errors import BusUnavailable
-from serve_common.nats.client import NatsLogOutlet, close_nats, connect_nats, ping_nats
+from serve_common.nats.client import NatsClientLogSink, close_nats, connect_nats, ping_nats
 from serve_common.nats.login import declare_identity
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
-from serve_common.runtime.health import BusPulse, LoopLag
+from serve_common.runtime.health import BusHealthCheck, LoopLag
 from serve_common.runtime.operations import OperationsServer, register_process_metrics, register_trace_metrics
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder
@@ -79,19 +79,19 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         registry, lag, {"control": lambda: bus is not None and bus.is_connected}, refused
     )
 
-    def why_not_ready() -> str | None:
+    def readiness_error() -> str | None:
         if bus is None or not bus.is_connected:
             return "NATS is not connected"
-        return None if service is None else service.why_not_ready()
+        return None if service is None else service.readiness_error()
 
-    pulse = BusPulse(
+    pulse = BusHealthCheck(
         "control plane",
         is_connected=lambda: bus is not None and bus.is_connected,
         ping=lambda within_s: ping_nats(client, within_s),
         silent_after_s=settings.operations.unhealthy_after_s,
     )
     operations = OperationsServer(
-        settings.operations, registry, why_not_ready=why_not_ready, why_not_healthy=pulse.why_not_healthy
+        settings.operations, registry, readiness_error=readiness_error, health_error=pulse.health_error
     )
     await operations.start()
     _log.info("operations_port", host=settings.operations.host, port=operations.port)
@@ -101,11 +101,11 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         if bus is not None:
             bus.reopen()
         if service is not None:
-            service.bus_came()
+            service.on_bus_restored()
 
     def disconnected() -> None:
         if service is not None:
-            service.bus_went()
+            service.on_bus_lost()
 
     client = await connect_nats(
         settings.bus,
@@ -134,7 +134,7 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         backups=BackupFiles(),
     )
     background = TaskOwner("controller")
-    log_outlet = NatsLogOutlet(logs, subjects, "controller", settings.controller_id)
+    log_outlet = NatsClientLogSink(logs, subjects, "controller", settings.controller_id)
     try:
         await log_outlet.join(client)
         background.start(pulse.run(), "pulse")

@@ -54,7 +54,7 @@ async def _run(settings: ProxySettings, logs: LogForwarder) -> int:
     try:
         await proxy.start()
         if parent is not None:
-            parent.tell_port(proxy.operations.port)
+            parent.report_port(proxy.operations.port)
         await should_drain.wait()
         if not should_end.is_set():
             tasks.start(drain(), name="drain")

@@ -33,7 +33,7 @@ async def run_processes(settings: ProxySettings) -> int:
             return child
 
         parent = Parent(start, settings.processes, drain_timeout_s=settings.drain_timeout_s)
-        operations = ProcessOperations(settings.operations, parent.children, parent.why_not_ready)
+        operations = ProcessOperations(settings.operations, parent.children, parent.readiness_error)
         await operations.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -13,17 +13,17 @@ from prometheus_client import CollectorRegistry
 
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.dispatch.timers import RequestTimers
 from serve_common.errors import BusUnavailable
 from serve_common.nats.connection import BusConnection, Inbox
-from serve_common.nats.login import declare_identity, login_of
+from serve_common.nats.login import build_login, declare_identity
 from serve_common.nats.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
-from serve_common.runtime.health import BusPulse, LoopLag, first_reason
+from serve_common.runtime.health import BusHealthCheck, LoopLag, first_error
 from serve_common.runtime.operations import (
     OperationsServer,
     metrics_url,
@@ -96,7 +96,7 @@ class Proxy:
             nothing=NO_MIDDLEWARES,
             load=load_middlewares,
             use=lambda options, loaded: requests.use(options, loaded),  # noqa: PLW0108 - made below
-            on_settled=lambda snapshot_id: self._ingress.http_settled(snapshot_id),  # noqa: PLW0108 - as above
+            on_settled=lambda snapshot_id: self._ingress.on_http_options_settled(snapshot_id),  # noqa: PLW0108 - as above
         )
         self._ingress = Ingress(
             routes,
@@ -106,7 +106,7 @@ class Proxy:
             self._live_options,
             on_applied=self._on_applied,
             bus_wait_s=settings.bus_wait_s,
-            room=UploadRoom(settings.body_memory_max // 2, settings.body_memory_max),
+            room=UploadMemory(settings.body_memory_max // 2, settings.body_memory_max),
         )
         refused = RefusedMessages(asyncio.get_running_loop().time)
         self._control_plane = NatsControlPlane(
@@ -180,13 +180,13 @@ class Proxy:
         )
         silent_after_s = settings.operations.unhealthy_after_s
         self._pulses = (
-            BusPulse(
+            BusHealthCheck(
                 "data plane",
                 is_connected=lambda: self._bus.is_connected,
                 ping=self._bus.flush,
                 silent_after_s=silent_after_s,
             ),
-            BusPulse(
+            BusHealthCheck(
                 "control plane",
                 is_connected=lambda: self._control_plane.is_connected,
                 ping=self._control_plane.ping,
@@ -196,11 +196,11 @@ class Proxy:
         self.operations = OperationsServer(
             settings.operations,
             registry,
-            why_not_ready=self._ingress.why_not_ready,
-            why_not_healthy=first_reason(*(pulse.why_not_healthy for pulse in self._pulses)),
+            readiness_error=self._ingress.readiness_error,
+            health_error=first_error(*(pulse.health_error for pulse in self._pulses)),
         )
         self._tasks = TaskOwner("proxy", on_failure=lambda _name, _error: on_failure())
-        self._bus.on_connected.append(self._dispatcher.bus_is_back)
+        self._bus.on_connected.append(self._dispatcher.bus_reconnected)
         self._bus.on_answers_again.append(self._dispatcher.bus_answers_again)
         self._log_sink = (
             None if logs is None else NatsLogSink(logs, self._bus, subjects, "proxy", settings.proxy_id)
@@ -294,7 +294,7 @@ def _bus_options(settings: ProxySettings) -> BusOptions:
     bus = settings.bus
     return BusOptions(
         servers=bus.servers,
-        login=login_of(bus),
+        login=build_login(bus),
         user=bus.user or None,
         password=bus.password or None,
         name=f"proxy {settings.proxy_id} data",

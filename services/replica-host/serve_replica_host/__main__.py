@@ -16,7 +16,7 @@ from typing import NoReturn
 import structlog
 
 from serve_common.errors import BadField
-from serve_common.runtime.private_directory import make_own_directory
+from serve_common.runtime.private_directory import ensure_private_directory
 from serve_common.runtime.settings import Environment
 from serve_common.telemetry.logs import configure_logs
 from serve_replica_host.adapters.local_process import (
@@ -73,7 +73,7 @@ def main() -> int:
 def _make_directories(settings: HostSettings, users: HostUsers) -> None:
     if users.shared_gid is None:
         for directory in (settings.own_dir, settings.metrics_dir):
-            make_own_directory(Path(directory))
+            ensure_private_directory(Path(directory))
         return
     # Replicas traverse the one, and create files in the other that only they and the host may remove.
     share_directory(Path(settings.own_dir), users.shared_gid, 0o710)

@@ -120,7 +120,7 @@ class HandleMetrics(Protocol):
 class RequestMetrics(Protocol):
     """Request metrics of a replica; called for each request, so they must be cheap. Serialized, except for `write`."""
 
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         """A request has ended with ``status``, after ``seconds``."""
         ...
 

@@ -30,7 +30,7 @@ from serve_replica_host.adapters.ray_protocol import (
     encode,
 )
 from serve_replica_host.core.events import TEXT_LENGTH_MAX
-from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, open_log_way
+from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, open_log_sender
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
         os.environ[LOG_SOCKET] = settings.log_socket
     from serve_replica_host.adapters.ray_service import serve  # noqa: PLC0415 - see above
 
-    logs = configure_child_logs("replica-host", open_log_way(), host_id=settings.host_id, process="ray")
+    logs = configure_child_logs("replica-host", open_log_sender(), host_id=settings.host_id, process="ray")
     try:
         return asyncio.run(serve(connection, settings))
     finally:

@@ -15,11 +15,11 @@ from typing import Final
 
 import structlog
 
-from serve_common.nats.client import NatsLogOutlet
+from serve_common.nats.client import NatsClientLogSink
 from serve_common.nats.login import declare_identity
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
-from serve_common.runtime.health import BusPulse, LoopLag
+from serve_common.runtime.health import BusHealthCheck, LoopLag
 from serve_common.runtime.operations import OperationsServer, metrics_url
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder
@@ -77,7 +77,7 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         on_leader=lambda payload: shell.take_leader(payload),  # noqa: PLW0108 - made below
         on_connected=lambda: shell.report_now(),  # noqa: PLW0108 - made below
         on_reconnect=reconnected,
-        logs=NatsLogOutlet(
+        logs=NatsClientLogSink(
             logs, Subjects(settings.bus.subject_prefix), "host", settings.host_id, log_socket.recent
         ),
     )
@@ -94,14 +94,14 @@ async def run_host(  # noqa: PLR0915 - it wires everything
     )
     is_ray_up = False
 
-    def why_not_ready() -> str | None:
+    def readiness_error() -> str | None:
         if not is_ray_up:
             return "Ray starts"
         if stop.is_set():
             return "the host leaves"
         return None if bus.is_connected else "NATS is not connected"
 
-    pulse = BusPulse(
+    pulse = BusHealthCheck(
         "control plane",
         is_connected=lambda: bus.is_connected,
         ping=bus.ping,
@@ -111,8 +111,8 @@ async def run_host(  # noqa: PLR0915 - it wires everything
     operations = OperationsServer(
         settings.operations,
         metrics.registry,
-        why_not_ready=why_not_ready,
-        why_not_healthy=lambda: pulse.why_not_healthy() or runtime.why_not_healthy(silent_after_s),
+        readiness_error=readiness_error,
+        health_error=lambda: pulse.health_error() or runtime.health_error(silent_after_s),
     )
     _listen_for_signals(stop)
     tasks = TaskOwner("host", on_failure=on_failure)

@@ -73,7 +73,7 @@ class HostFleet:
     def _hear_leader(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         epoch = msgspec.json.decode(payload, type=LeaderNotice).epoch
         for host in self._hosts:
-            host.hear_leader(epoch)
+            host.on_leader_notice(epoch)
         self._report(self._hosts)
 
     def _finish(self, host: SimulatedHost, outcome: Outcome) -> None:
@@ -121,7 +121,7 @@ class ProxyFleet:
         """Send the periodic reports that came due."""
         self._report(turns(len(self._ids), before_s, now_s, REPORT_PERIOD_S))
 
-    def hear_bucket(self, entries: Mapping[str, tuple[int, bytes | None]], whole: bool) -> None:
+    def on_bucket_entries(self, entries: Mapping[str, tuple[int, bytes | None]], whole: bool) -> None:
         """Apply what the bucket says, and let every proxy say so."""
         for _revision, value in entries.values():
             if value is None:

@@ -48,7 +48,7 @@ class SimulatedHost:
         """How many replicas run."""
         return sum(replica.status is ReplicaStatus.RUNNING for replica in self._replicas.values())
 
-    def hear_leader(self, epoch: int) -> None:
+    def on_leader_notice(self, epoch: int) -> None:
         """Refuse goals of older epochs from now on."""
         self._epoch = max(self._epoch, epoch)
 

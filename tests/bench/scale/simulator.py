@@ -22,7 +22,7 @@ from serve_common.identities.roles import Role
 from serve_common.nats.bucket_watch import BucketWatch
 from serve_common.nats.client import close_nats, connect_nats
 from serve_common.nats.connection import BusConnection
-from serve_common.nats.login import login_of
+from serve_common.nats.login import build_login
 from serve_common.nats.options import BusOptions
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
@@ -62,7 +62,7 @@ async def _connected(url: str, role: Role, secrets: Secrets) -> BusConnection:
     settings = bus_settings(secrets, url, role, name="*")
     options = BusOptions(
         servers=[url],
-        login=login_of(settings),
+        login=build_login(settings),
         name=f"simulated {role.value}s",
         inbox_prefix=settings.inbox_prefix,
     )
@@ -82,7 +82,7 @@ async def simulate(url: str, secrets: Secrets, hosts: int, proxies: int) -> None
     client = await connect_nats(settings, name="simulated watch", deadline_s=_CONNECT_WITHIN_S)
     host_fleet = HostFleet(bus_of_hosts, subjects, hosts, tally, started_at)
     proxy_fleet = ProxyFleet(bus_of_proxies, subjects, proxies, tally, started_at)
-    watch = BucketWatch(client, subjects, proxy_fleet.hear_bucket)
+    watch = BucketWatch(client, subjects, proxy_fleet.on_bucket_entries)
     watch.start()
     tasks = TaskOwner("simulator")
     tasks.start(Beat(host_fleet, proxy_fleet, tally).run(), "beat")

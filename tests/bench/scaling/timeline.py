@@ -12,7 +12,7 @@ from muster.client.admin import AdminClient
 from serve_common.api.views import AutoscalingView
 from tests.bench.scaling.clients import Asked
 
-LOOK_EVERY_S = 0.5
+MEMORY_CHECK_PERIOD_S = 0.5
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ async def watch(admin: AdminClient, name: str, looks: list[Look]) -> None:
                 source=view.source,
             )
         )
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(MEMORY_CHECK_PERIOD_S)
 
 
 _NONE = AutoscalingView(backend_tag="", num_replicas=0, min_replicas=0, max_replicas=0)

@@ -98,7 +98,7 @@ class Attacks:
 
         (actor,) = global_worker.actors.values()
         words = inspect.unwrap(type(actor).check_health).__globals__
-        encode, started = words["encode"], actor._started
+        encode, started = words["encode"], actor._get_process
         self.checks = 0
 
         def check() -> Any:
@@ -107,7 +107,7 @@ class Attacks:
                 raise Bomb
             return started()
 
-        actor._started = check
+        actor._get_process = check
         words["encode"] = lambda outcome: encode(outcome) if self.checks != 2 else Bomb()
 
     def _wreck(self) -> list[str]:

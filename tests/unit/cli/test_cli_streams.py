@@ -80,7 +80,7 @@ class PlayedFeed:
         recall = msgspec.json.decode(payload, type=RecallLogs)
         self.recalls.append(recall)
         for heard in self.remembered:
-            kind = SUBJECTS.kind_of_log(heard.subject)
+            kind = SUBJECTS.parse_log_kind(heard.subject)
             self._asked.append(FeedMessage(SUBJECTS.recalled_log(recall.token, kind), heard.payload))
 
     async def hear(self, within_s: float | None = None) -> FeedMessage | None:
@@ -95,7 +95,7 @@ class PlayedFeed:
 
 @pytest.fixture
 def feed(monkeypatch: pytest.MonkeyPatch) -> PlayedFeed:
-    monkeypatch.setattr("muster.cli.logs._RECALL_S", 0.02)
+    monkeypatch.setattr("muster.cli.logs._REPLAY_S", 0.02)
     return PlayedFeed()
 
 

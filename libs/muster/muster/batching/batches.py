@@ -33,7 +33,7 @@ from serve_common.telemetry.spans import Span, SpanKind, SpanRef, Value, may_be_
 from serve_common.telemetry.tracer import process_tracer
 
 
-def begin_batch(function_name: str, contexts: Sequence[RequestContext | None]) -> Span | None:
+def start_batch_span(function_name: str, contexts: Sequence[RequestContext | None]) -> Span | None:
     """Start a span for the batch of these requests and enter it in the running task; None when none is traced."""
     tracer = process_tracer()
     if tracer is None:
@@ -47,7 +47,7 @@ def begin_batch(function_name: str, contexts: Sequence[RequestContext | None]) -
     if not refs:
         return None
     attributes: dict[str, Value] = {"muster.batch_size": len(contexts), "code.function.name": function_name}
-    span = tracer.begin_sampled(
+    span = tracer.start_sampled(
         f"batch {function_name}", SpanKind.INTERNAL, refs[0], attributes, links=tuple(refs[1:])
     )
     tracer.enter(span)
@@ -61,7 +61,7 @@ def below(span: Span, context: RequestContext | None) -> RequestContext | None:
     return msgspec.structs.replace(context, traceparent=span.traceparent, tracestate=span.tracestate)
 
 
-def end_batch(span: Span, failure: BaseException | None) -> None:
+def end_batch_span(span: Span, failure: BaseException | None) -> None:
     """End the span of a batch, with ``failure`` as its error if there is one."""
     tracer = process_tracer()
     if tracer is None:
@@ -139,7 +139,7 @@ class RunningBatch:
             if not self._is_abandoned:  # all callers may have left since the decision
                 self.started_at = time.monotonic()
                 wanted = [call for call in self._calls if call in self._live_calls]
-                span = begin_batch(self._function.__qualname__, [call.context for call in wanted])
+                span = start_batch_span(self._function.__qualname__, [call.context for call in wanted])
                 await self._work(wanted, span)
         except asyncio.CancelledError as error:
             if self._is_abandoned:
@@ -156,7 +156,7 @@ class RunningBatch:
             failure = error
         finally:
             if span is not None:
-                end_batch(span, failure)
+                end_batch_span(span, failure)
             for call in self._calls:
                 if not call.is_settled:
                     call.fail(

@@ -29,7 +29,7 @@ from muster.client.requests import FeedMessage
 from serve_common.api.queries import GetEvents, GetHistory, GetRevisions
 from serve_common.api.views import EventView, GoalView, HistoryView, RevisionView
 from serve_common.errors import BadField
-from serve_common.names import ReplicaTag, backend_tag_of, deployment_tag
+from serve_common.names import ReplicaTag, deployment_tag, parse_backend_tag
 from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
@@ -115,7 +115,7 @@ class EventFilter:
         matches = (
             event.subject in self._names
             or event.goal_id in (self._subject, *self._goals)
-            or (event.kind == "replica" and backend_tag_of(ReplicaTag(event.subject)) in self._names)
+            or (event.kind == "replica" and parse_backend_tag(ReplicaTag(event.subject)) in self._names)
         )
         if matches:
             self.add_goals([event])

@@ -85,7 +85,7 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
 
 
-_RECALL_S: Final = 0.7
+_REPLAY_S: Final = 0.7
 """Seconds for processes to send their retained lines."""
 
 
@@ -178,13 +178,13 @@ class _LogFollower:
         if limit:
             await feed.publish(self._subjects.log_recall, msgspec.json.encode(request))
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + (_RECALL_S if limit else 0.0)
+        deadline = loop.time() + (_REPLAY_S if limit else 0.0)
         recalled: dict[bytes, dict[str, Any]] = {}
         new: dict[bytes, dict[str, Any]] = {}
         while (left_s := deadline - loop.time()) > 0:
             message = await feed.hear(left_s)
             if message is not None:
-                is_old = self._subjects.kind_of_log(message.subject) == RECALLED
+                is_old = self._subjects.parse_log_kind(message.subject) == RECALLED
                 (recalled if is_old else new).update(self._lines(message))
         old = [(data, line) for data, line in recalled.items() if data not in new]
         old.sort(key=lambda each: str(each[1].get("timestamp", "")))
@@ -193,12 +193,12 @@ class _LogFollower:
 
     def show(self, message: FeedMessage) -> None:
         """Print the lines of a message that match the filter; replies to `recall` are skipped."""
-        if self._subjects.kind_of_log(message.subject) != RECALLED:
+        if self._subjects.parse_log_kind(message.subject) != RECALLED:
             for data, line in self._lines(message):
                 self._show(data, line)
 
     def _lines(self, message: FeedMessage) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        kind = self._subjects.kind_of_log(message.subject)
+        kind = self._subjects.parse_log_kind(message.subject)
         if kind == RECALLED:
             kind = message.subject.rpartition(".")[2]
         for data in message.payload.splitlines():

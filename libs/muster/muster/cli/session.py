@@ -18,7 +18,7 @@ from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
 from muster.client.connect import connect_stack
 from muster.client.requests import Listen, UnknownError, listen_to_stack
-from muster.embedded.disk import disk_is_full
+from muster.embedded.disk import describe_full_disk
 from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord, running_stack
@@ -242,7 +242,7 @@ class Session:
     def full_disk(self) -> str | None:
         """A warning when the disk of a stack that runs from here is full; None when it is not, or none runs here."""
         found = running_embedded(self.environment, self.directory)
-        return None if found is None else disk_is_full(Path(found.state_dir))
+        return None if found is None else describe_full_disk(Path(found.state_dir))
 
     def connect(
         self, address: StackAddress, progress: Progress, *, retry_for_s: float = _CHANGE_RETRY_S

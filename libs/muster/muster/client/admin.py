@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from muster.client.requests import VERB_OF, AdminRequester, AdminRequests, Requests, ignore
+from muster.client.requests import VERB_BY_REQUEST, AdminRequester, AdminRequests, Requests, ignore
 from serve_common.api.commands import (
     BACKUP_PAGE_BYTES_MAX,
     Change,
@@ -93,7 +93,7 @@ class AdminCommands(AdminRequests):
 
     async def change(self, request: Change) -> ChangeReply:
         """Send any command that is answered with one goal."""
-        reply: ChangeReply = await self._asker.ask(request)
+        reply: ChangeReply = await self._requester.ask(request)
         return reply
 
     async def deploy(self, request: Deploy) -> ChangeReply:
@@ -178,7 +178,7 @@ class AdminCommands(AdminRequests):
 
     async def restore(self, request: Restore) -> RestoreReply:
         """Send one page of a backup; the last one restores it. `send_backup` sends a whole file."""
-        reply: RestoreReply = await self._asker.ask(request, attempt_s=RESTORE_ATTEMPT_S)
+        reply: RestoreReply = await self._requester.ask(request, attempt_s=RESTORE_ATTEMPT_S)
         return reply
 
     async def send_backup(self, data: bytes, *, confirm: bool) -> RestoreReply:
@@ -204,7 +204,7 @@ class AdminCommands(AdminRequests):
 
     async def shutdown(self, request: Shutdown | None = None) -> ShutdownReply:
         """Delete every application, deployment, endpoint and backend."""
-        reply: ShutdownReply = await self._asker.ask(request or Shutdown(confirm="everything"))
+        reply: ShutdownReply = await self._requester.ask(request or Shutdown(confirm="everything"))
         return reply
 
 
@@ -223,80 +223,80 @@ class AdminQueries(AdminRequests):
     async def get_deployment_info(self, request: GetDeploymentInfo | str) -> DeploymentView:
         """Get one deployment, given as a query or a name. Raises `NotFound`."""
         query = GetDeploymentInfo(name=request) if isinstance(request, str) else request
-        reply: DeploymentView = await self._asker.ask(query)
+        reply: DeploymentView = await self._requester.ask(query)
         return reply
 
     async def list_deployments(self, request: ListDeployments | None = None) -> list[DeploymentView]:
         """List all deployments; on request also deleted ones."""
         query = request or ListDeployments()
-        return await self._asker.request_all(query, lambda view: view.name)
+        return await self._requester.request_all(query, lambda view: view.name)
 
     async def get_all_applications(self, request: GetAllApplications | None = None) -> list[ApplicationView]:
         """List all applications."""
-        return await self._asker.request_all(request or GetAllApplications(), lambda view: view.name)
+        return await self._requester.request_all(request or GetAllApplications(), lambda view: view.name)
 
     async def get_all_backends(self, request: GetAllBackends | None = None) -> list[BackendView]:
         """List all backends with their replicas."""
-        return await self._asker.request_all(request or GetAllBackends(), lambda view: view.backend_tag)
+        return await self._requester.request_all(request or GetAllBackends(), lambda view: view.backend_tag)
 
     async def get_backend_config(self, request: GetBackendConfig) -> BackendConfigView:
         """Get the configuration of one backend. Raises `NotFound`."""
-        reply: BackendConfigView = await self._asker.ask(request)
+        reply: BackendConfigView = await self._requester.ask(request)
         return reply
 
     async def get_all_endpoints(self, request: GetAllEndpoints | None = None) -> list[EndpointView]:
         """List all endpoints with their traffic."""
-        return await self._asker.request_all(request or GetAllEndpoints(), lambda view: view.endpoint_tag)
+        return await self._requester.request_all(request or GetAllEndpoints(), lambda view: view.endpoint_tag)
 
     async def get_http_config(self, request: GetHttpConfig | None = None) -> HttpOptions:
         """Get the HTTP options of all proxies."""
-        reply: HttpOptions = await self._asker.ask(request or GetHttpConfig())
+        reply: HttpOptions = await self._requester.ask(request or GetHttpConfig())
         return reply
 
     async def get_http_proxies(self, request: GetHttpProxies | None = None) -> list[ProxyView]:
         """List all proxies that reported recently, with the snapshots that they applied."""
-        return await self._asker.request_all(request or GetHttpProxies(), lambda view: view.proxy_id)
+        return await self._requester.request_all(request or GetHttpProxies(), lambda view: view.proxy_id)
 
     async def get_hosts(self, request: GetHosts | None = None) -> list[HostView]:
         """List all hosts that reported recently."""
-        return await self._asker.request_all(request or GetHosts(), lambda view: view.host_id)
+        return await self._requester.request_all(request or GetHosts(), lambda view: view.host_id)
 
     async def get_status(self, request: GetStatus | None = None) -> StatusView:
         """Get the status of the whole system. Raises `LimitReached` when it exceeds one message."""
-        reply: StatusView = await self._asker.ask(request or GetStatus())
+        reply: StatusView = await self._requester.ask(request or GetStatus())
         return reply
 
     async def get_autoscaling(self, request: GetAutoscaling | None = None) -> list[AutoscalingView]:
         """List the last load, decision and reason of each autoscaled backend."""
-        return await self._asker.request_all(request or GetAutoscaling(), lambda view: view.backend_tag)
+        return await self._requester.request_all(request or GetAutoscaling(), lambda view: view.backend_tag)
 
     async def get_load(self, request: GetLoad | None = None) -> LoadView:
         """Get the load of all services, as counters since they started; two replies give rates."""
-        reply: LoadView = await self._asker.ask(request or GetLoad())
+        reply: LoadView = await self._requester.ask(request or GetLoad())
         return reply
 
     async def get_snapshot(self, request: GetSnapshot | None = None) -> list[SnapshotView]:
         """List a summary of every deployment, deleted ones included."""
-        return await self._asker.request_all(request or GetSnapshot(), lambda view: view.name)
+        return await self._requester.request_all(request or GetSnapshot(), lambda view: view.name)
 
     async def get_events(self, request: GetEvents | None = None) -> list[EventView]:
         """Get recent events, the oldest first."""
-        reply: list[EventView] = await self._asker.ask(request or GetEvents())
+        reply: list[EventView] = await self._requester.ask(request or GetEvents())
         return reply
 
     async def get_history(self, request: GetHistory | None = None) -> list[HistoryView]:
         """Get entries of the audit log, the newest first."""
-        reply: list[HistoryView] = await self._asker.ask(request or GetHistory())
+        reply: list[HistoryView] = await self._requester.ask(request or GetHistory())
         return reply
 
     async def get_revisions(self, request: GetRevisions) -> list[RevisionView]:
         """Get the revisions of a deployment or backend, the newest first. Raises `NotFound`."""
-        reply: list[RevisionView] = await self._asker.ask(request)
+        reply: list[RevisionView] = await self._requester.ask(request)
         return reply
 
     async def get_backup(self, request: GetBackup | None = None) -> BackupPage:
         """Get a page of a backup's file. Raises `NotFound` for a backup that has expired."""
-        reply: BackupPage = await self._asker.ask(request or GetBackup())
+        reply: BackupPage = await self._requester.ask(request or GetBackup())
         return reply
 
     async def fetch_backup(self) -> bytes:
@@ -320,8 +320,8 @@ class AdminQueries(AdminRequests):
         """Get what a command would do, given as a query or the command; raises the error that would refuse it."""
         if not isinstance(request, Plan):
             command = msgspec.Raw(msgspec.json.encode(request))
-            request = Plan(verb=VERB_OF[type(request)], request=command)
-        reply: PlanView = await self._asker.ask(request)
+            request = Plan(verb=VERB_BY_REQUEST[type(request)], request=command)
+        reply: PlanView = await self._requester.ask(request)
         return reply
 
     async def wait_for_goal(
@@ -340,7 +340,7 @@ class AdminQueries(AdminRequests):
         while True:
             left_s = max(0.0, deadline - loop.time())
             slice_s = min(WAIT_SLICE_S, left_s)
-            view: GoalView = await self._asker.ask(
+            view: GoalView = await self._requester.ask(
                 WaitForGoal(goal_id=goal_id, timeout_s=slice_s),
                 attempt_s=slice_s + SLICE_SLACK_S,
             )

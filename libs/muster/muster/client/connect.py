@@ -13,12 +13,12 @@ import msgspec
 
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
-from muster.client.requests import AdminReply, NoAnswer, NobodyListens, Requests, error_of
+from muster.client.requests import AdminReply, NoListeners, NoReply, Requests, parse_error
 from serve_common.api.verbs import WHO_LENGTH_MAX
 from serve_common.errors import DeadlineExceeded, TransientError
 from serve_common.names import EndpointTag, deployment_tag
 from serve_common.protocol.subjects import Subjects
-from serve_common.telemetry.spans import headers_of_environment
+from serve_common.telemetry.spans import headers_from_environment
 
 
 class Caller:
@@ -54,21 +54,21 @@ class Caller:
                 left_s = max(0.1, started_at + timeout_s - loop.time())
                 reply = await self._requests.request(subject, body, timeout_s=left_s, headers=headers)
                 break
-            except NobodyListens as error:
+            except NoListeners as error:
                 if loop.time() >= started_at + min(self._retry_for_s, timeout_s):
                     raise TransientError(
                         f"no proxy answers calls at {self._requests.where}; is one running?"
                     ) from error
-            except NoAnswer as error:
+            except NoReply as error:
                 raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s: {error}") from error
             await asyncio.sleep(self._retry_pause_s)
-        failure = error_of(reply)
+        failure = parse_error(reply)
         if failure is not None:
             raise failure
         return reply
 
 
-def who_am_i() -> str:
+def default_principal() -> str:
     """``user@host`` in characters that a NATS header can carry, at most `WHO_LENGTH_MAX` of them."""
     try:
         user = getpass.getuser()
@@ -105,7 +105,7 @@ async def connect_stack(
 
     requests = NatsRequests(address)
     subjects = Subjects(address.subject_prefix)
-    who = who_am_i() if who is None else who
+    who = default_principal() if who is None else who
     try:
         await requests.connect(within_s=connect_within_s, on_retry=on_retry)
         yield Stack(
@@ -113,7 +113,7 @@ async def connect_stack(
                 requests,
                 subjects,
                 who=who,
-                headers=headers_of_environment(os.environ),
+                headers=headers_from_environment(os.environ),
                 retry_for_s=retry_for_s,
                 on_retry=on_retry,
             ),

@@ -17,11 +17,11 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 
 from muster.client.address import StackAddress
-from muster.client.requests import AdminReply, FeedMessage, NoAnswer, NobodyListens
+from muster.client.requests import AdminReply, FeedMessage, NoListeners, NoReply
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.nats.client import close_nats, connect_nats, login_arguments
-from serve_common.nats.login import login_of
+from serve_common.nats.login import build_login
 from serve_common.runtime.tasks import cancellations, raise_if_cancelled
 
 _CONNECT_S: Final = 5.0
@@ -123,7 +123,7 @@ class NatsRequests:
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Disconnect; requests under way end with `NoAnswer`."""
+        """Disconnect; requests under way end with `NoReply`."""
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
             await close_nats(client)
@@ -143,7 +143,7 @@ class NatsRequests:
                     subject, body, timeout=timeout_s + 60, headers=dict(headers) if headers else None
                 )
         except NoRespondersError as error:
-            raise NobodyListens(f"nobody listens on {subject}") from error
+            raise NoListeners(f"nobody listens on {subject}") from error
         except MaxPayloadError as error:
             size = f"is {len(body)} bytes long; NATS carries at most {client.max_payload}"
             raise BadField("request", size) from error
@@ -153,9 +153,9 @@ class NatsRequests:
                     f"NATS does not allow {self._address.identity} to do this: {self._forbidden}"
                 ) from error
             if not client.is_connected:
-                raise NoAnswer("the connection to NATS was lost") from error
+                raise NoReply("the connection to NATS was lost") from error
             if isinstance(error, TimeoutError):
-                raise NoAnswer(f"nothing came within {timeout_s:g} s") from error
+                raise NoReply(f"nothing came within {timeout_s:g} s") from error
             raise BusUnavailable(f"NATS at {self.where} failed: {error}") from error
         finally:
             self._limits.discard(limit)
@@ -178,7 +178,7 @@ class NatsRequests:
             async with asyncio.timeout(2 * _REQUEST_CONNECT_S):
                 await client.connect(
                     servers=settings.servers,
-                    **login_arguments(login_of(settings), settings.user, settings.password),
+                    **login_arguments(build_login(settings), settings.user, settings.password),
                     name="muster admin client",
                     inbox_prefix=settings.inbox_prefix.encode(),
                     tls=tls,

@@ -19,11 +19,11 @@ from serve_common.errors import BadField, FencedOut, LimitReached, ServeError, T
 from serve_common.protocol.subjects import Subjects
 
 
-class NobodyListens(TransientError):
+class NoListeners(TransientError):
     """NATS reported at once that the subject has no subscriber; the request was not delivered."""
 
 
-class NoAnswer(TransientError):
+class NoReply(TransientError):
     """No reply arrived in time, or the connection was lost meanwhile; the request may have taken effect."""
 
 
@@ -47,7 +47,7 @@ class Requests(Protocol):
     ) -> AdminReply:
         """Send one request and wait for its reply.
 
-        Raises `NobodyListens`, `NoAnswer`, `BusUnavailable` when NATS cannot be reached, `BusAuthorizationFailed` when
+        Raises `NoListeners`, `NoReply`, `BusUnavailable` when NATS cannot be reached, `BusAuthorizationFailed` when
         it refuses this user or this subject, and `BadField` when the body exceeds its largest message.
         """
         ...
@@ -88,7 +88,7 @@ def _read_error(body: bytes) -> ErrorView:
         return msgspec.json.decode(body, type=ErrorView)
 
 
-def error_from_view(view: ErrorView) -> ServeError:
+def restore_error(view: ErrorView) -> ServeError:
     """Restore the error that the service raised; an unknown code becomes an `UnknownError`."""
     kind = ERRORS_BY_CODE.get(view.code)
     if kind is None:
@@ -101,7 +101,7 @@ def error_from_view(view: ErrorView) -> ServeError:
     return kind(view.message or view.code)
 
 
-def error_of(answer: AdminReply) -> ServeError | None:
+def parse_error(answer: AdminReply) -> ServeError | None:
     """The error that a reply carries, or None."""
     short = answer.headers.get(ERROR_HEADER)
     number = answer.headers.get(ERROR_CODE_HEADER)
@@ -114,12 +114,12 @@ def error_of(answer: AdminReply) -> ServeError | None:
         # Not our format: a response of the user's code, or the micro library's own reply to an exception.
         text = answer.body[:_FOREIGN_BODY_MAX].decode(errors="replace").strip()
         return ServeError(f"{summary}: {text}" if text else summary)
-    return error_from_view(view)
+    return restore_error(view)
 
 
 def read_reply(verb: str, answer: AdminReply, reply_type: Any) -> Any:
     """Decode the reply to ``verb``; raises the error that it carries, or `ServeError` if it cannot be decoded."""
-    error = error_of(answer)
+    error = parse_error(answer)
     if error is not None:
         raise error
     try:
@@ -133,7 +133,7 @@ ATTEMPT_S: Final = 5.0
 PAGE_LIMIT: Final = 500
 """Items of a list per page."""
 
-VERB_OF: Final = {request_type: verb for verb, (request_type, _reply_type) in VERBS.items()}
+VERB_BY_REQUEST: Final = {request_type: verb for verb, (request_type, _reply_type) in VERBS.items()}
 
 Item = TypeVar("Item")
 
@@ -171,7 +171,7 @@ class AdminRequester:
 
     async def ask(self, request: Request, *, attempt_s: float = ATTEMPT_S) -> Any:
         """Send one request, with retries, and return its reply, of the type in `VERBS`."""
-        verb = VERB_OF[type(request)]
+        verb = VERB_BY_REQUEST[type(request)]
         subject = self._subjects.admin(verb)
         is_command = isinstance(request, Command)
         body = msgspec.json.encode(with_request_id(request) if is_command else request)
@@ -212,13 +212,15 @@ class AdminRequester:
                 return whole
             last = name_of(page[-1])
             if last <= after:
-                raise ServeError(f"the answer to {VERB_OF[type(query)]} repeats itself after {after!r}")
+                raise ServeError(
+                    f"the answer to {VERB_BY_REQUEST[type(query)]} repeats itself after {after!r}"
+                )
             after = last
 
     def _describe_error(self, error: ServeError) -> ServeError:
-        if isinstance(error, NobodyListens):
+        if isinstance(error, NoListeners):
             return TransientError(f"no controller answers at {self._requests.where}; is one running?")
-        if isinstance(error, NoAnswer):
+        if isinstance(error, NoReply):
             return TransientError(f"no controller answered in time at {self._requests.where}: {error}")
         return error
 
@@ -228,7 +230,7 @@ class AdminRequests:
 
     def __init__(self, asker: AdminRequester) -> None:
         """``asker`` sends the requests."""
-        self._asker = asker
+        self._requester = asker
 
 
 def with_request_id(request: Request) -> Request:

@@ -35,7 +35,7 @@ def _check(result: int, what: str) -> None:
         raise OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def become_nobody_with_a_capability(uid: int, gid: int) -> None:
+def become_nobody_with_capability(uid: int, gid: int) -> None:
     """Change the user, keep one capability, and let programs that we execute inherit it."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     current = ctypes.create_string_buffer(24)
@@ -53,7 +53,7 @@ def become_nobody_with_a_capability(uid: int, gid: int) -> None:
         _check(_libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, retained, 0, 0), "PR_CAP_AMBIENT_RAISE")
 
 
-def become_nobody_in_a_namespace(uid: int, gid: int) -> None:
+def become_nobody_in_namespace(uid: int, gid: int) -> None:
     """Become `nobody` within a new user namespace; outside of it the user stays the same."""
     outer_uid, outer_gid = os.geteuid(), os.getegid()
     _check(_libc.unshare(CLONE_NEWUSER), "unshare")
@@ -73,9 +73,9 @@ def main(argv: list[str]) -> None:
     parent = os.getppid()
     try:
         if way == "capability":
-            become_nobody_with_a_capability(nobody.pw_uid, nobody.pw_gid)
+            become_nobody_with_capability(nobody.pw_uid, nobody.pw_gid)
         else:
-            become_nobody_in_a_namespace(nobody.pw_uid, nobody.pw_gid)
+            become_nobody_in_namespace(nobody.pw_uid, nobody.pw_gid)
         _check(_libc.prctl(PR_SET_PDEATHSIG, death_signal.value, 0, 0, 0), "PR_SET_PDEATHSIG")
         if death_signal.value and os.getppid() != parent:
             sys.exit(126)

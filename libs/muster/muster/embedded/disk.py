@@ -12,13 +12,13 @@ from typing import Final, final
 import structlog
 
 from muster.embedded.process import http_probe, http_text
-from muster.embedded.services import storage_off
+from muster.embedded.services import disable_storage
 
 FULL_BELOW_BYTES: Final = 1024 * 1024
 """Free bytes below which a disk counts as full: a log line may still fit, a database's file does not."""
 
 
-def disk_is_full(path: Path) -> str | None:
+def describe_full_disk(path: Path) -> str | None:
     """A message when the disk of ``path`` is full; None when it is not, or when that cannot be determined."""
     try:
         found = os.statvfs(path)
@@ -72,7 +72,7 @@ class DiskWatch:
                 _log.warning("disk_not_watched", path=str(self._root), error=str(error))
 
     async def _check(self) -> None:
-        message = disk_is_full(self._root)
+        message = describe_full_disk(self._root)
         if message is not None and not self._is_full:
             self._is_full = True
             self._notice(f"{message}: what is deployed serves on, changes fail until then")
@@ -85,9 +85,9 @@ class DiskWatch:
         reason = await self._probe()
         if reason is not None and any(words in reason for words in _FAILED_WRITE):
             _log.warning("nats_storage_opened_anew", reason=reason)
-            await self._open_storage_anew()
+            await self._reopen_storage()
 
-    async def _open_storage_anew(self) -> None:
+    async def _reopen_storage(self) -> None:
         """Switch the server's storage off and on again.
 
         Both configurations are written completely before one is put in place, each atomically: a server that read half
@@ -95,7 +95,7 @@ class DiskWatch:
         """
         whole = self._config.read_text(encoding="utf-8")
         off, on = self._config.with_suffix(".off"), self._config.with_suffix(".on")
-        off.write_text(storage_off(whole), encoding="utf-8")
+        off.write_text(disable_storage(whole), encoding="utf-8")
         on.write_text(whole, encoding="utf-8")
         try:
             off.replace(self._config)

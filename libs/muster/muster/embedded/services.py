@@ -18,7 +18,7 @@ from muster.embedded.process import ProcessSpec, http_probe
 from muster.identities import SERVER_FILE
 from muster.secrets import Secrets
 from serve_common.identities.roles import Role
-from serve_common.runtime.private_directory import make_own_directory, move_aside
+from serve_common.runtime.private_directory import ensure_private_directory, move_aside
 
 NATS = "nats"
 MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}
@@ -35,7 +35,7 @@ def nats_config(paths: StatePaths) -> Path:
     return paths.nats / "nats.conf"
 
 
-def storage_off(configuration: str) -> str:
+def disable_storage(configuration: str) -> str:
     """``configuration`` with JetStream's storage disabled, otherwise unchanged."""
     assert configuration.count(_STORAGE) == 1, "nats.conf is written differently"
     return configuration.replace(_STORAGE, f"{_STORAGE}  enabled: false\n")
@@ -45,7 +45,7 @@ def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> 
     """Copy the configuration and the identities into the state directory. Raises `StackFailed`."""
     source = options.deploy_dir / "nats" / "nats.conf"
     try:
-        make_own_directory(paths.nats)
+        ensure_private_directory(paths.nats)
         identities = paths.nats / "identities.conf"
         for place in (nats_config(paths), identities):
             if place.is_symlink() or place.is_dir():

@@ -15,7 +15,7 @@ from typing import IO, Final, Self
 import msgspec
 import structlog
 
-from muster.embedded.disk import DiskWatch, disk_is_full
+from muster.embedded.disk import DiskWatch, describe_full_disk
 from muster.embedded.options import DEFAULT_STATE_DIR, PortTaken, StackFailed, StackOptions, StatePaths
 from muster.embedded.postgres import EmbeddedPostgres, postgres_dsn
 from muster.embedded.process import PROCESS_MARK, STACK_MARK, OnEvent, ProcessEvent, ProcessSpec
@@ -39,7 +39,7 @@ from muster.embedded.services import (
 )
 from muster.embedded.supervisor import Supervisor
 from muster.secrets import generate
-from serve_common.runtime.private_directory import make_own_directory
+from serve_common.runtime.private_directory import ensure_private_directory
 from serve_common.runtime.tasks import TaskOwner
 
 LOOPBACK = "127.0.0.1"
@@ -241,12 +241,12 @@ class EmbeddedStack:
     def _prepare(self, notices: list[str]) -> Sequence[ProcessSpec]:
         """Prepare everything that the first process needs, and return the specifications. Blocks."""
         paths, options = self._paths, self._options
-        if (full := disk_is_full(paths.root)) is not None:
+        if (full := describe_full_disk(paths.root)) is not None:
             raise StackFailed(full)
         if options.app_root is not None and not options.app_root.is_dir():
             raise StackFailed(f"{options.app_root} is not a directory")
         for directory in (paths.logs, paths.metrics, paths.nats):
-            make_own_directory(directory)
+            ensure_private_directory(directory)
         stack_id = get_stack_id(paths)
         left = kill_marked(stack_id)
         if left:
@@ -311,7 +311,7 @@ def _reachable(host: str) -> str:
 def _ray_directory(paths: StatePaths, stack_id: str) -> Path:
     """Ray's directory: in the state directory if the path is short enough, else a private temporary directory."""
     if len(os.fsencode(paths.ray)) <= RAY_DIR_LENGTH_MAX:
-        make_own_directory(paths.ray)
+        ensure_private_directory(paths.ray)
         return paths.ray
     for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - made this user's alone
         # The second is used if another user has taken the first.
@@ -320,7 +320,7 @@ def _ray_directory(paths: StatePaths, stack_id: str) -> Path:
             if len(os.fsencode(directory)) > RAY_DIR_LENGTH_MAX:
                 continue
             try:
-                make_own_directory(directory)
+                ensure_private_directory(directory)
             except OSError as error:
                 _log.warning("ray_directory_not_usable", path=str(directory), error=str(error))
                 continue

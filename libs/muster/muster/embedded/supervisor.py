@@ -14,7 +14,7 @@ from typing import IO
 
 import structlog
 
-from muster.embedded.disk import disk_is_full
+from muster.embedded.disk import describe_full_disk
 from muster.embedded.options import StackFailed, StartFailed
 from muster.embedded.process import (
     PROCESS_MARK,
@@ -56,7 +56,7 @@ def open_log(path: Path) -> IO[bytes]:
         return Path(os.devnull).open("ab")
 
 
-def cut_when_long(path: Path, size_max: int = SIZE_MAX) -> bool:
+def truncate_large_log(path: Path, size_max: int = SIZE_MAX) -> bool:
     """Move the content of a live log to ``<name>.1`` once it is longer than ``size_max``; returns whether it was.
 
     Its writers keep the file open for appending, so it is copied and truncated, not renamed. Lines written between the
@@ -167,7 +167,7 @@ class SupervisedProcess:
                 max(0, crashes - 1), self.spec.restart_backoff_min_s, self.spec.restart_backoff_max_s
             )
             message = f"{describe_exit(code)}; starting it again in {wait_s:.1f} s"
-            full = disk_is_full(self.spec.log_path.parent)
+            full = describe_full_disk(self.spec.log_path.parent)
             self._emit(Happened.DIED, message if full is None else f"{message} ({full})")
             self._pid = 0
             # A killed guardian could not clean up; any other has left nothing.
@@ -271,7 +271,7 @@ class SupervisedProcess:
 
     def _start_failed(self, reason: str) -> StartFailed:
         spec = self.spec
-        full = disk_is_full(spec.log_path.parent)
+        full = describe_full_disk(spec.log_path.parent)
         why = reason if full is None else f"{reason}; {full}"
         return StartFailed(
             f"{spec.name} did not start ({why}). The end of {spec.log_path}:\n{last_lines(spec.log_path)}"
@@ -377,6 +377,6 @@ class Supervisor:
             zombies = await asyncio.to_thread(reap_zombies, zombies)
             for supervised in self._supervised.values():
                 try:
-                    await asyncio.to_thread(cut_when_long, supervised.spec.log_path)
+                    await asyncio.to_thread(truncate_large_log, supervised.spec.log_path)
                 except OSError as error:
                     _log.warning("log_not_cut", path=str(supervised.spec.log_path), error=str(error))

@@ -14,11 +14,11 @@ import msgspec
 from muster.handles.pickles import BODY_BYTES_MAX, Sent, join_arguments, unpickle
 from muster.handles.wakeups import Waker, Wakers
 from serve_common.dispatch.calls import Call
-from serve_common.dispatch.errors import ResponseUnusable, error_type_of
+from serve_common.dispatch.errors import ResponseUnusable, get_error_type
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.protocol.frames import CallHead, Headers
-from serve_common.runtime.request_context import RequestContext, departures, request_context
+from serve_common.runtime.request_context import RequestContext, disconnect_propagation, request_context
 from serve_common.runtime.tasks import OwnedTask
 from serve_common.telemetry.request_traces import RequestTrace
 from serve_common.telemetry.spans import (
@@ -84,7 +84,7 @@ class ItemReader:
         return None
 
 
-HELD_BYTES_MAX: Final = 1024 * 1024
+BUFFERED_BYTES_MAX: Final = 1024 * 1024
 """Most bytes that may wait to be read before backpressure is applied to the replica."""
 
 
@@ -138,11 +138,11 @@ class ItemStream:
             self.wakers.wake()
 
     async def wait_capacity(self) -> None:
-        """Wait while more than `HELD_BYTES_MAX` wait to be read."""
-        while self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:
+        """Wait while more than `BUFFERED_BYTES_MAX` wait to be read."""
+        while self._put_bytes - self._taken_bytes > BUFFERED_BYTES_MAX:
             room = self._capacity = asyncio.Event()
             if (
-                self._put_bytes - self._taken_bytes > HELD_BYTES_MAX
+                self._put_bytes - self._taken_bytes > BUFFERED_BYTES_MAX
             ):  # the reader checks for the event after it has read
                 await room.wait()
         self._capacity = None
@@ -208,7 +208,7 @@ def begin_call(
     }
     if context is not None:
         attributes["muster.request_id"] = context.request_id
-    span = tracer.begin_sampled(f"handle {endpoint}", SpanKind.CLIENT, parent, attributes, trace_id=trace_id)
+    span = tracer.start_sampled(f"handle {endpoint}", SpanKind.CLIENT, parent, attributes, trace_id=trace_id)
     return RequestTrace(tracer, span), span.traceparent
 
 
@@ -219,12 +219,12 @@ def headers_of(trace: RequestTrace | None) -> Headers:
     return [(b"tracestate", trace.span.tracestate.encode())]
 
 
-def end_call(trace: RequestTrace, failure: ServeError | None) -> None:
+def end_call_span(trace: RequestTrace, failure: ServeError | None) -> None:
     """End the trace of a call, with ``failure`` as its error if there is one."""
     if failure is None:
         trace.end()
     else:
-        trace.span.attributes["error.type"] = error_type_of(failure)
+        trace.span.attributes["error.type"] = get_error_type(failure)
         trace.end(str(failure))
 
 
@@ -355,7 +355,7 @@ class HandleCall:
         self.body = b""
         self.sources = self.routed = self.work = None
         if self.trace is not None:
-            end_call(self.trace, outcome.failure)
+            end_call_span(self.trace, outcome.failure)
         if self.on_done is not None:
             self.on_done(self)
         if self.items is not None:
@@ -383,8 +383,8 @@ def bind_to_request(call: HandleCall) -> None:
     except RuntimeError:  # a plain function's thread
         key = context.key
         if key:
-            call.on_done = partial(departures.forget, key)
-            departures.watch(key, call)
+            call.on_done = partial(disconnect_propagation.forget, key)
+            disconnect_propagation.watch(key, call)
         return
     if task is None:
         return

@@ -23,7 +23,7 @@ from muster.handles.calls import (
 from muster.handles.options import HandleOptions, RequestCancelled, check_options, compute_deadline
 from muster.handles.pickles import pickle_arguments, pickle_one, to_exception, unpickle
 from muster.handles.runtime import runtime
-from muster.handles.wakeups import check_not_on_loop, wait_in_thread, waiter_here
+from muster.handles.wakeups import check_not_on_loop, make_waiter, wait_in_thread
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
 from serve_common.names import DEFAULT_APPLICATION, check_name
@@ -83,7 +83,7 @@ class DeploymentResponse(_Response):
     def __await__(self) -> Generator[Any, None, Any]:
         call = self._call
         if call.outcome is None:
-            waiter, waker = waiter_here()
+            waiter, waker = make_waiter()
             call.add_done_waker(waker)
             try:
                 yield from waiter.__await__()
@@ -148,7 +148,7 @@ class DeploymentResponseGenerator(_Response):
 
     async def __anext__(self) -> Any:
         while (item := self._next()) is NOTHING_YET:
-            waiter, waker = waiter_here()
+            waiter, waker = make_waiter()
             self._items.wakers.add(waker)
             if self._items.has_data:
                 continue

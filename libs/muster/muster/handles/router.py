@@ -58,7 +58,7 @@ class HandleRouter:
         """Waiting calls, with the most seconds that each waits for its current reason."""
         self._is_sweeping = False
         self._ingresses: dict[str, Endpoint] = {}
-        self.why_not_routing = "not connected to NATS yet"
+        self.routing_error = "not connected to NATS yet"
         """Error message of calls that waited for the bucket in vain."""
         self.failure: ServeError | None = None
         """Permanent failure: no call will ever be routed."""
@@ -212,7 +212,7 @@ class HandleRouter:
         if waits_s == at_most_s:
             return
         if waits_s is None and len(self._waiting) >= WAITING_MAX:
-            raise BusUnavailable(f"{WAITING_MAX} calls wait already: {self.why_not_routing}")
+            raise BusUnavailable(f"{WAITING_MAX} calls wait already: {self.routing_error}")
         left_s = call.deadline - time.monotonic()
         call.wait_until = self._loop.time() + min(at_most_s, left_s)
         self._waiting[call] = at_most_s
@@ -233,7 +233,7 @@ class HandleRouter:
         if call.deadline <= time.monotonic():
             return DeadlineExceeded(f"the deadline of the call of {call.endpoint!r} has passed")
         if not self._routes.is_filled:
-            return BusUnavailable(self.why_not_routing)
+            return BusUnavailable(self.routing_error)
         if call.endpoint.endswith("/"):
             return NotFound(f"there is no application {call.endpoint[:-1]!r} with an ingress")
         return NotFound(f"there is no deployment {call.endpoint!r}")

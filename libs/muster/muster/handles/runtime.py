@@ -27,7 +27,7 @@ from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeErr
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.nats.bucket_watch import BucketConnection
 from serve_common.nats.connection import BusConnection, Inbox
-from serve_common.nats.login import HeldLogin, login_of
+from serve_common.nats.login import RenewableLogin, build_login
 from serve_common.nats.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions, Login
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.request_context import current_replica
@@ -44,12 +44,14 @@ _OWN_VARIABLES: Final = {
 
 
 def find_bus() -> BusSettings:
-    """Settings of this process' NATS connection. Raises as `find_outside` does."""
+    """Settings of this process' NATS connection. Raises as `find_bus_outside_replica` does."""
     replica = current_replica()
-    return find_outside(os.environ, Path.cwd()) if replica is None else replica.bus
+    return find_bus_outside_replica(os.environ, Path.cwd()) if replica is None else replica.bus
 
 
-def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None = None) -> BusSettings:
+def find_bus_outside_replica(
+    variables: Mapping[str, str], directory: Path, nats: str | None = None
+) -> BusSettings:
     """Find a stack for a process that is no replica: ``nats``, MUSTER_NATS_URL, or one in ``directory`` or its parents.
 
     Credentials are the file MUSTER_CLIENT_CREDS, or those stored with the stack. For a NATS with plain users the user
@@ -128,7 +130,7 @@ class _Parts:
         self._bus.subscribe(subjects.all_models, models.take)
         self._timers = RequestTimers(dispatcher, routes, outgoing, models)
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
-        self._bus.on_connected.append(dispatcher.bus_is_back)
+        self._bus.on_connected.append(dispatcher.bus_reconnected)
         self._bus.on_answers_again.append(dispatcher.bus_answers_again)
         self._login = login
         self._loop = loop
@@ -137,12 +139,12 @@ class _Parts:
         """Connect in the background; calls wait meanwhile."""
         self._tasks.start(self._connect(), "connect")
         self._tasks.start(self._timers.run(), "beat")
-        if isinstance(self._login, HeldLogin):
+        if isinstance(self._login, RenewableLogin):
             self._login.listen(self._renew)
 
     async def close(self) -> None:
         """Fail calls under way and disconnect."""
-        if isinstance(self._login, HeldLogin):
+        if isinstance(self._login, RenewableLogin):
             self._login.forget(self._renew)
         await self.router.close()
         await self._tasks.close(_CLOSE_TIMEOUT_S)
@@ -163,20 +165,20 @@ class _Parts:
 
     async def _connect_bus(self) -> None:
         where = ", ".join(self._settings.servers)
-        self.router.why_not_routing = f"NATS at {where} does not answer yet"
+        self.router.routing_error = f"NATS at {where} does not answer yet"
         while True:
             try:
                 await self._bus.connect(_CONNECT_ROUND_S)
                 break
             except BusUnavailable as error:
-                self.router.why_not_routing = f"NATS at {where} does not answer: {error}"
+                self.router.routing_error = f"NATS at {where} does not answer: {error}"
                 _log.warning("bus_unavailable", reason=str(error))
         await self._bus.flush(_FLUSH_S)
         if self._bus.permission_violations:
             raise BusAuthorizationFailed(
                 "it may not receive replies; outside of replicas, handles come as 'client'"
             )
-        self.router.why_not_routing = (
+        self.router.routing_error = (
             f"the bucket of snapshots at {where} was not read within {BUCKET_WAIT_S:g} s; "
             "has a controller ever run there?"
         )
@@ -202,7 +204,7 @@ class Runtime:
         self.settings: Final = settings
         self._thread = LoopThread("muster-handles")
         replica = current_replica()
-        login = login_of(settings) if replica is None or settings is not replica.bus else replica.login
+        login = build_login(settings) if replica is None or settings is not replica.bus else replica.login
         self._parts = self._thread.submit(_start_parts(settings, login, name)).result(_START_TIMEOUT_S)
         self._mailbox = self._parts.mailbox
         if replica is not None:
@@ -280,7 +282,7 @@ def connect(
     variables = {**os.environ, **{name: value for name, value in overrides.items() if value is not None}}
     if creds is None and (user or password):
         variables.pop("MUSTER_CLIENT_CREDS", None)
-    use(find_outside(variables, Path.cwd(), nats))
+    use(find_bus_outside_replica(variables, Path.cwd(), nats))
 
 
 def use(settings: BusSettings) -> None:

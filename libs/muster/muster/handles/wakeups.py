@@ -33,7 +33,7 @@ def _get_mailbox(loop: asyncio.AbstractEventLoop) -> Mailbox[asyncio.Future[None
     return mailbox
 
 
-def waiter_here() -> tuple[asyncio.Future[None], Waker]:
+def make_waiter() -> tuple[asyncio.Future[None], Waker]:
     """A future of the running loop, and a waker that resolves it from any thread."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()

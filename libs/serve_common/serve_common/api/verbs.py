@@ -71,7 +71,7 @@ WHO_HEADER: Final = "Muster-Who"
 WHO_LENGTH_MAX: Final = 200
 
 
-def sanitized_who(claimed: str) -> str:
+def sanitize_principal(claimed: str) -> str:
     """``claimed`` as it is stored and shown: one line of printable characters, at most `WHO_LENGTH_MAX`."""
     return " ".join("".join(c if c.isprintable() else " " for c in claimed).split())[:WHO_LENGTH_MAX]
 

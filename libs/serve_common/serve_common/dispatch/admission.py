@@ -72,7 +72,7 @@ class RequestStats:
 
 
 @final
-class NoTally(RequestStats):
+class NullRequestStats(RequestStats):
     """Counts nothing: for measuring what counting costs."""
 
     __slots__ = ()
@@ -111,7 +111,7 @@ class Endpoint:
         self.options = snapshot.options
         self.tally = tally
 
-    def backend_named(self, value: bytes) -> BackendTag | None:
+    def select_backend(self, value: bytes) -> BackendTag | None:
         """The backend that a request selects by the value of its `backend_header`; None without one.
 
         ``value`` is a tag, or a bare name of the default application. The backend may have weight 0. Raises `BadField`
@@ -212,6 +212,6 @@ def can_repeat(method: str, *, has_idempotency_key: bool) -> bool:
     return has_idempotency_key or method in _IDEMPOTENT
 
 
-def may_send_again(*, is_repeatable: bool, has_answer_begun: bool, losses: int) -> bool:
+def may_send_again(*, is_repeatable: bool, has_response_started: bool, losses: int) -> bool:
     """Whether a request whose replica died or lost it may be retried; ``losses`` includes this loss."""
-    return is_repeatable and not has_answer_begun and losses < LOSSES_MAX
+    return is_repeatable and not has_response_started and losses < LOSSES_MAX

@@ -28,7 +28,7 @@ from serve_common.routing.request_events import Dispatch, Refusal
 from serve_common.routing.router import Router
 from serve_common.telemetry.request_traces import RequestObserver
 
-HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
+UNREAD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
 """Limit of unread frames: a replica that does not count its head's frame is one ahead; more violates the window."""
 
 
@@ -61,7 +61,7 @@ class ResponseBody:
         """Sequence number of the piece that must come next."""
 
     @property
-    def held_frames(self) -> int:
+    def unread_frames(self) -> int:
         """Number of pieces that wait to be read."""
         return len(self._pieces)
 
@@ -232,14 +232,14 @@ class Call:
         "ask",
         "attempt",
         "credit_owed",
-        "is_patient",
         "is_suspect",
         "key",
         "losses",
         "lost_with",
+        "may_queue",
         "on_answer",
         "on_error",
-        "parked_until",
+        "reconnect_deadline",
         "router",
         "status",
         "was_admitted",
@@ -261,7 +261,7 @@ class Call:
         """Called once with the head of the response."""
         self.on_error: Final = on_error
         """Called once with the reason why there is no response; a broken stream raises in its reader instead."""
-        self.is_patient = False
+        self.may_queue = False
         """True when it may queue in the replica, after a refusal as busy (`RequestHead.patient`)."""
         self.status = 0
         """Status of the response; 0 before it begins."""
@@ -278,13 +278,13 @@ class Call:
         """Replicas that died while they had it."""
         self.is_suspect = False
         """True when it may have killed one of them, and healthy ones were left (`Router.submit`)."""
-        self.parked_until = 0.0
+        self.reconnect_deadline = 0.0
         self.was_admitted = False
         self._on_reply = on_reply
         self._on_no_responders = on_no_responders
 
     @property
-    def can_begin_anew(self) -> bool:
+    def can_restart(self) -> bool:
         """True when a second start does no harm, and the whole request is still in memory.
 
         Only HTTP bodies are processed before they are complete.
@@ -308,7 +308,7 @@ class Call:
         self._on_no_responders(self)
 
 
-class Keeper(Protocol):
+class CallRegistry(Protocol):
     """Owns the active calls; the dispatcher."""
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
 from serve_common.dispatch.calls import Call, RequestSpec, Response
-from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ReplicaTimedOut, error_type_of
+from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ReplicaTimedOut, get_error_type
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.placing import RequestPlacement, SnapshotUpdates
 from serve_common.dispatch.recovery import LostRequests, PendingReconnect
@@ -48,10 +48,10 @@ class Dispatcher:
         self._outgoing = outgoing
         self._choosing = RequestPlacement(routes, outgoing)
         self._losses = LostRequests(self, outgoing)
-        self.suspicions: Final = self._losses.suspicions
+        self.failure_detector: Final = self._losses.failure_detector
         self._changes = SnapshotUpdates(self, routes, self._losses)
-        self._response_reader = ResponseReader(self, outgoing, self.suspicions)
-        self._parking = PendingReconnect(self, outgoing, self.suspicions, bus_wait_s=bus_wait_s)
+        self._response_reader = ResponseReader(self, outgoing, self.failure_detector)
+        self._parking = PendingReconnect(self, outgoing, self.failure_detector, bus_wait_s=bus_wait_s)
         self._parked = self._parking.parked
         self._loop = asyncio.get_running_loop()
         self._last_key = 0
@@ -112,10 +112,10 @@ class Dispatcher:
             self.abandon(call)
             raise
 
-    def takes_copies(self, backend_tag: BackendTag) -> bool:
+    def accepts_shadows(self, backend_tag: BackendTag) -> bool:
         """False while a backend is scaled to zero: a shadow copy must not wake it, so it would wait in vain."""
         router = self._routes.routers.get(backend_tag)
-        return router is None or not router.is_asleep
+        return router is None or not router.is_scaled_to_zero
 
     def abandon(self, call: Call) -> None:
         """Cancel the call: its caller does not want the (rest of the) response. Does nothing when it has ended."""
@@ -140,16 +140,16 @@ class Dispatcher:
         """
         return self._changes.update(snapshots, whole=whole)
 
-    def bus_is_back(self) -> None:
+    def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
-        self._parking.bus_is_back()
+        self._parking.bus_reconnected()
 
     def bus_answers_again(self, since: float) -> None:
         """The bus was unresponsive from ``since`` until now: conclusions from that are undone.
 
-        To be called before later messages are read, and after `bus_is_back` where the connection was re-established.
+        Call it before later messages are read, and after `bus_reconnected` where the connection was re-established.
         """
-        self.suspicions.reconnected(self._loop.time())
+        self.failure_detector.reconnected(self._loop.time())
         for router in list(self._routes.routers.values()):
             self.perform(router, router.forgive(since))
 
@@ -179,7 +179,7 @@ class Dispatcher:
         if call.key not in self.calls:
             return  # a callback of another call has abandoned this one
         if call.ask.trace is not None:
-            call.ask.trace.attempt_failed(error_type_of(error), str(error))
+            call.ask.trace.attempt_failed(get_error_type(error), str(error))
         router = self._remove(call)
         if router is not None:
             freed = _leave(router, call, error, self._loop.time())
@@ -209,9 +209,9 @@ class Dispatcher:
         if call.ask.trace is not None:
             call.ask.trace.attempt_failed(reason.value, "the replica did not begin the request")
         self._outgoing.drop(call)
-        if reason is Refusal.BUSY and not call.is_patient and call.ask.shadow_backend is None:
-            call.is_patient = True
-            if router.has_none_but(attempt.replica):
+        if reason is Refusal.BUSY and not call.may_queue and call.ask.shadow_backend is None:
+            call.may_queue = True
+            if router.is_only_available(attempt.replica):
                 # It keeps its slot and waits there, in the replica's own order, which is fair to all routers.
                 self.perform(router, self._send(call, router, attempt.replica))
                 return
@@ -222,17 +222,17 @@ class Dispatcher:
         if call.ask.trace is not None:
             call.ask.trace.attempt_failed("never_begun", "the request did not arrive")
         if call.answer is not None or not call.is_whole:
-            self._losses.disowned(call)
+            self._losses.request_unknown(call)
         elif self.leave_router(call):
             self.submit(call)
 
-    def disowned(self, call: Call) -> None:
+    def request_unknown(self, call: Call) -> None:
         """Handle a call that the replica does not know: its response was lost, or the process is another one."""
-        self._losses.disowned(call)
+        self._losses.request_unknown(call)
 
-    def held_up(self, call: Call) -> None:
+    def send_interrupted(self, call: Call) -> None:
         """Handle a call whose body was being sent when the bus disconnected."""
-        self._parking.held_up(call)
+        self._parking.send_interrupted(call)
 
     # -- choosing and sending --
 

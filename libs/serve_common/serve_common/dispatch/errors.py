@@ -107,6 +107,6 @@ class ReplicaTimedOut(DeadlineExceeded):
     """The replica did not answer in time, nor respond to a probe."""
 
 
-def error_type_of(error: ServeError) -> str:
+def get_error_type(error: ServeError) -> str:
     """The type of ``error`` in traces: the replica's own error code, where it sent one."""
     return error.code if isinstance(error, ReplicaError) else error.error_code

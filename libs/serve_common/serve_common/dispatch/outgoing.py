@@ -50,7 +50,7 @@ class Outgoing:
         return self._bus.is_connected
 
     @property
-    def bus_answers(self) -> bool:
+    def is_bus_responsive(self) -> bool:
         """False while silence of a replica proves nothing."""
         return self._bus.answers
 
@@ -69,7 +69,7 @@ class Outgoing:
         attempt.sent_at = attempt.heard_at = attempt.probed_at = now
         traceparent = ask.traceparent
         if ask.trace is not None:
-            traceparent = ask.trace.attempt_begun(replica, is_patient=call.is_patient)
+            traceparent = ask.trace.attempt_started(replica, may_queue=call.may_queue)
         upload = ask.upload
         first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
         head = RequestHead(
@@ -87,7 +87,7 @@ class Outgoing:
             ask.client,
             ask.scheme,
             ask.call,
-            call.is_patient,
+            call.may_queue,
         )
         self._bus.publish(attempt.subject, encode_frame(head, first), reply)
         attempt.sent_pieces = 1
@@ -118,7 +118,7 @@ class Outgoing:
         if attempt is not None:
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
-    def give_credit(self, call: Call, frames: int) -> None:
+    def grant_credit(self, call: Call, frames: int) -> None:
         """Allow the replica ``frames`` more frames; credit that the bus does not take is sent with the next one."""
         call.credit_owed += frames
         attempt = call.attempt

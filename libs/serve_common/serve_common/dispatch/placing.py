@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 from typing import Final, final
 
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.calls import Call, Keeper, RequestSpec
+from serve_common.dispatch.calls import Call, CallRegistry, RequestSpec
 from serve_common.dispatch.errors import BackendStopped, CircuitOpen, QueueIsFull
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.recovery import LostRequests
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
-from serve_common.names import BackendTag, EndpointTag, backend_tag_of
+from serve_common.names import BackendTag, EndpointTag, parse_backend_tag
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_common.routing.replica_choice import Affinity, stable_hash
@@ -26,7 +26,7 @@ from serve_common.routing.router import Router
 class SnapshotUpdates:
     """Applies snapshots to the routers and to active calls."""
 
-    def __init__(self, keeper: Keeper, routes: Routes, losses: LostRequests) -> None:
+    def __init__(self, keeper: CallRegistry, routes: Routes, losses: LostRequests) -> None:
         self._keeper = keeper
         self._routes = routes
         self._lost_requests = losses
@@ -105,14 +105,14 @@ class SnapshotUpdates:
                 self._keeper.submit(call)
 
 
-def wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused: int = 0) -> None:
+def send_wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused: int = 0) -> None:
     """Send a wake message if it is due: the backend is at zero replicas, and requests wait or were ``refused``.
 
     Shadow copies do not count. While NATS is disconnected nothing is sent; it is then still due.
     """
     waiting = router.queue_depth or refused
     if (
-        router.is_asleep
+        router.is_scaled_to_zero
         and waiting
         and router.wake_signal.is_due(now, waiting)
         and outgoing.wake(router.backend_tag, waiting)
@@ -166,8 +166,8 @@ class RequestPlacement:
             wish=affinity,
         )
         if type(outcome) is not SendTo:
-            if router.is_asleep:
-                wake_if_due(self._outgoing, router, self._loop.time(), refused=1)
+            if router.is_scaled_to_zero:
+                send_wake_if_due(self._outgoing, router, self._loop.time(), refused=1)
             if type(outcome) is QueueFull:
                 router.circuit.withdrew(call.key)
                 return QueueIsFull(router.backend_tag, outcome.limit, router.protection)
@@ -193,7 +193,7 @@ def _suspect_backend(call: Call, endpoint: Endpoint) -> BackendTag | None:
     """The backend whose replica died with the request, if it may stay there: to protect other backends from it."""
     if not call.lost_with:
         return None
-    backend_tag = backend_tag_of(call.lost_with[-1])
+    backend_tag = parse_backend_tag(call.lost_with[-1])
     return backend_tag if endpoint.takes(backend_tag, call.ask.backend_tag) else None
 
 

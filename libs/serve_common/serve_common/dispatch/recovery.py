@@ -9,7 +9,7 @@ from typing import Final, final
 import structlog
 
 from serve_common.dispatch.admission import DEATHS_MAX, FailureDetector, may_send_again
-from serve_common.dispatch.calls import Call, Keeper
+from serve_common.dispatch.calls import Call, CallRegistry
 from serve_common.dispatch.errors import LostTwice
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.errors import BusUnavailable, ReplicaDied
@@ -24,8 +24,8 @@ _log = structlog.get_logger(__name__)
 class LostRequests:
     """Retries or fails calls that a replica got and will not answer."""
 
-    def __init__(self, keeper: Keeper, outgoing: Outgoing) -> None:
-        self.suspicions: Final = FailureDetector()
+    def __init__(self, keeper: CallRegistry, outgoing: Outgoing) -> None:
+        self.failure_detector: Final = FailureDetector()
         self._keeper = keeper
         self._outgoing = outgoing
         self._loop = asyncio.get_running_loop()
@@ -36,11 +36,11 @@ class LostRequests:
         if attempt is None or router is None:
             return
         now = self._loop.time()
-        is_dead = self.suspicions.no_responders(attempt.replica, now)
+        is_dead = self.failure_detector.no_responders(attempt.replica, now)
         attempt.undelivered += 1
         attempt.credit = 0
         if attempt.has_arrived or call.answer is not None:
-            router.put_aside(attempt.replica, now)
+            router.quarantine(attempt.replica, now)
         else:
             self._keeper.refused(call, Refusal.NO_RESPONDERS)
         if is_dead:
@@ -51,7 +51,7 @@ class LostRequests:
             died = () if was_draining else lost
             self.lose(lost, router, "died", died=died, are_others_left=router.has_healthy())
 
-    def disowned(self, call: Call) -> None:
+    def request_unknown(self, call: Call) -> None:
         """The call's replica does not know it (any more)."""
         router = call.router
         if router is not None:
@@ -98,7 +98,7 @@ class LostRequests:
         message = f"replica {replica} {why}; the request may have run"
         if not may_send_again(
             is_repeatable=call.ask.is_repeatable and call.is_whole,
-            has_answer_begun=call.answer is not None,
+            has_response_started=call.answer is not None,
             losses=call.losses,
         ):
             self._keeper.end_with(call, ReplicaDied(message))
@@ -121,7 +121,7 @@ class LostRequests:
             self._keeper.submit(call)
 
 
-PARKED_MAX: Final = 10_000
+PENDING_RECONNECT_MAX: Final = 10_000
 """Limit of requests that wait for the bus to reconnect."""
 
 _CUT_OFF: Final = "NATS went away while the body was sent; the request may have run"
@@ -132,14 +132,19 @@ class PendingReconnect:
     """Holds the calls that wait for the bus to reconnect."""
 
     def __init__(
-        self, keeper: Keeper, outgoing: Outgoing, suspicions: FailureDetector, *, bus_wait_s: float
+        self,
+        keeper: CallRegistry,
+        outgoing: Outgoing,
+        failure_detector: FailureDetector,
+        *,
+        bus_wait_s: float,
     ) -> None:
         """``bus_wait_s`` is how many seconds a request waits for the bus to reconnect."""
         self.parked: Final[dict[RequestKey, Call]] = {}
         """Waiting calls; they have no router. The code that ends a call removes it."""
         self._keeper = keeper
         self._outgoing = outgoing
-        self._suspicions = suspicions
+        self._suspicions = failure_detector
         self._bus_wait_s = bus_wait_s
         self._loop = asyncio.get_running_loop()
 
@@ -148,23 +153,25 @@ class PendingReconnect:
         if call.ask.shadow_backend is not None:
             self._keeper.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
             return
-        if len(self.parked) >= PARKED_MAX:
-            self._keeper.end_with(call, BusUnavailable(f"NATS is away and {PARKED_MAX} requests wait for it"))
+        if len(self.parked) >= PENDING_RECONNECT_MAX:
+            self._keeper.end_with(
+                call, BusUnavailable(f"NATS is away and {PENDING_RECONNECT_MAX} requests wait for it")
+            )
             return
         if call.ask.trace is not None:
             call.ask.trace.waits("bus")
-        call.parked_until = self._loop.time() + self._bus_wait_s
+        call.reconnect_deadline = self._loop.time() + self._bus_wait_s
         self.parked[call.key] = call
 
-    def held_up(self, call: Call) -> None:
+    def send_interrupted(self, call: Call) -> None:
         """The bus disconnected before the request was completely sent."""
-        if call.can_begin_anew:
+        if call.can_restart:
             if self._keeper.leave_router(call):
                 self.park(call)
         else:
             self._keeper.end_with(call, ReplicaDied(_CUT_OFF))
 
-    def bus_is_back(self) -> None:
+    def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
         self._suspicions.reconnected(self._loop.time())
         active = self._keeper.calls
@@ -174,7 +181,7 @@ class PendingReconnect:
         parked = list(self.parked.values())
         self.parked.clear()
         for call in parked:
-            call.parked_until = 0.0
+            call.reconnect_deadline = 0.0
             if call.key in active:
                 self._keeper.submit(call)
 
@@ -184,8 +191,8 @@ class PendingReconnect:
         assert attempt is not None
         if attempt.is_body_sent or call.answer is not None:
             self._outgoing.probe(call)
-            self._outgoing.give_credit(call, 0)
-        elif call.can_begin_anew:  # pieces may be lost
+            self._outgoing.grant_credit(call, 0)
+        elif call.can_restart:  # pieces may be lost
             self._outgoing.cancel(call)
             if self._keeper.leave_router(call):
                 self._keeper.submit(call)

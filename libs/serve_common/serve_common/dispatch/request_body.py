@@ -14,9 +14,9 @@ from typing import Final, final
 from serve_common.errors import ServeError
 from serve_common.protocol.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
-KEPT_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
+RETAINED_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
 """Bytes retained from the start of one body, so that it can be sent again; a replica must give credit for more."""
-HELD_BYTES_MAX: Final = 2 * KEPT_BYTES_MAX
+BUFFERED_BYTES_MAX: Final = 2 * RETAINED_BYTES_MAX
 """Limit of one body's bytes in memory, however much credit its replica gives."""
 BODIES_BYTES_MAX: Final = 48 * 1024 * 1024
 """Default limit of what all admitted bodies may need together. Bodies beyond it are refused before they are read:
@@ -30,7 +30,7 @@ FAIR_BYTES: Final = 64 * 1024
 
 
 @final
-class UploadRoom:
+class UploadMemory:
     """The memory budget that the bodies of all requests of a process share."""
 
     __slots__ = ("_admitted_bytes_max", "_bytes_max", "_waiting", "admitted_bytes", "held_bytes", "refused")
@@ -116,7 +116,7 @@ class RequestBody:
         "on_more",
     )
 
-    def __init__(self, first: bytes, room: UploadRoom, body_bytes: int = UNKNOWN_BYTES) -> None:
+    def __init__(self, first: bytes, room: UploadMemory, body_bytes: int = UNKNOWN_BYTES) -> None:
         """``first`` is the beginning of the body, not empty; ``body_bytes`` its announced size."""
         self.body_bytes = body_bytes
         self.on_more: Callable[[], None] | None = None
@@ -178,7 +178,7 @@ class RequestBody:
         if self.on_failed is not None:
             self.on_failed(error)
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait until more may be added, or the body is closed."""
         while not self.has_room:
             if self._room.is_full and self._first < self._taken:
@@ -199,7 +199,7 @@ class RequestBody:
         """True when more may be added now, or the body is closed."""
         if self._is_closed:
             return True
-        if self._unsplit_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= HELD_BYTES_MAX:
+        if self._unsplit_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= BUFFERED_BYTES_MAX:
             return False
         if self._held_bytes < FAIR_BYTES or not self._room.is_full:
             return True
@@ -254,7 +254,7 @@ class RequestBody:
     def release(self, up_to: int) -> None:
         """A replica has taken all pieces before number ``up_to``; they are retained only while that is cheap."""
         self._taken = up_to
-        if self._first == 0 and self._received_bytes <= KEPT_BYTES_MAX and not self._room.is_full:
+        if self._first == 0 and self._received_bytes <= RETAINED_BYTES_MAX and not self._room.is_full:
             return
         self._release_taken()
 

@@ -8,10 +8,10 @@ from typing import Final, Protocol, final
 import structlog
 
 from serve_common.dispatch.admission import FailureDetector
-from serve_common.dispatch.calls import HELD_FRAMES_MAX, Attempt, Call, Response, ResponseBody
+from serve_common.dispatch.calls import UNREAD_FRAMES_MAX, Attempt, Call, Response, ResponseBody
 from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, ReplicaSocket
+from serve_common.dispatch.sockets import UNREAD_MESSAGES_MAX, ReplicaSocket
 from serve_common.errors import ReplicaDied, ServeError
 from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.protocol.frames import (
@@ -63,10 +63,10 @@ class Outcomes(Protocol):
     def never_begun(self, call: Call) -> None:
         """The replica is certain that it did not start the request, and will not."""
 
-    def disowned(self, call: Call) -> None:
+    def request_unknown(self, call: Call) -> None:
         """The replica does not know the request (any more)."""
 
-    def held_up(self, call: Call) -> None:
+    def send_interrupted(self, call: Call) -> None:
         """The bus disconnected before the request was completely sent."""
 
 
@@ -89,8 +89,8 @@ class _CallSocketBus:
             self._outcomes.fail(self._call, error)
             raise
 
-    def give_credit(self, frames: int) -> None:
-        self._outgoing.give_credit(self._call, frames)
+    def grant_credit(self, frames: int) -> None:
+        self._outgoing.grant_credit(self._call, frames)
 
     def ended(self) -> None:
         self._outcomes.answered(self._call)
@@ -100,10 +100,10 @@ class _CallSocketBus:
 class ResponseReader:
     """Processes the frames that replicas send for calls, in the bus' read path."""
 
-    def __init__(self, outcomes: Outcomes, outgoing: Outgoing, suspicions: FailureDetector) -> None:
+    def __init__(self, outcomes: Outcomes, outgoing: Outgoing, failure_detector: FailureDetector) -> None:
         self._outcomes = outcomes
         self._outgoing = outgoing
-        self._suspicions = suspicions
+        self._suspicions = failure_detector
         self._loop = asyncio.get_running_loop()
         self._bad_frames = RateLimitedLogger(_log.warning)
 
@@ -148,7 +148,7 @@ class ResponseReader:
     def _prove_alive(self, call: Call) -> None:
         """The replica responds, which is all that an open circuit waits for."""
         if call.router is not None and call.router.circuit.is_open:
-            call.router.answer_began(call.key)
+            call.router.response_started(call.key)
 
     def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
         if call.answer is not None:
@@ -163,7 +163,7 @@ class ResponseReader:
                 attempt.has_asked = True
             call.on_answer(call, Response(status, headers, body, None, socket))
             return
-        call.answer = ResponseBody(body, lambda frames: self._outgoing.give_credit(call, frames))
+        call.answer = ResponseBody(body, lambda frames: self._outgoing.grant_credit(call, frames))
         call.on_answer(call, Response(status, headers, body, call.answer))
 
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
@@ -171,7 +171,7 @@ class ResponseReader:
         if not isinstance(response, ResponseBody) or sequence != response.next_sequence:
             # The bus lost a frame, as it may when a server stops.
             self._outcomes.fail(call, ReplicaDied("a part of the answer was lost"))
-        elif response.held_frames >= HELD_FRAMES_MAX:
+        elif response.unread_frames >= UNREAD_FRAMES_MAX:
             self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
             response.add(piece, last=last)
@@ -200,7 +200,7 @@ class ResponseReader:
         try:
             self._outgoing.send_pieces(attempt)
         except NotConnected:
-            self._outcomes.held_up(call)
+            self._outcomes.send_interrupted(call)
         except (OutboundFull, PayloadTooLarge) as error:
             self._outcomes.fail(call, error)
 
@@ -215,7 +215,7 @@ class ResponseReader:
             self._outcomes.answered(call)
         elif head.sequence != socket.next_sequence:
             self._outcomes.fail(call, ReplicaDied("a part of the messages was lost"))
-        elif socket.held_frames >= HELD_MESSAGES_MAX:
+        elif socket.unread_frames >= UNREAD_MESSAGES_MAX:
             self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
             socket.add(head, piece)
@@ -225,7 +225,7 @@ class ResponseReader:
         if reason == "never_begun":
             self._outcomes.never_begun(call)
         elif refusal is None:
-            self._outcomes.disowned(call)
+            self._outcomes.request_unknown(call)
         else:
             self._outcomes.refused(call, refusal)
 

@@ -9,8 +9,8 @@ from typing import Final, final
 import msgspec
 import structlog
 
-from serve_common.dispatch.admission import Endpoint, NoTally, RequestStats
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag, backend_tag_of
+from serve_common.dispatch.admission import Endpoint, NullRequestStats, RequestStats
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backend_tag
 from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import Subjects, backend_key
 from serve_common.routing.queues import Clock
@@ -123,7 +123,7 @@ class Routes:
         self.table = RouteTable(self._snapshots.endpoints().values())
 
     def _new_tally(self, tag: EndpointTag) -> RequestStats:
-        return NoTally() if tag in self._uncounted else RequestStats()
+        return NullRequestStats() if tag in self._uncounted else RequestStats()
 
 
 SILENT_S: Final = 15.0
@@ -170,11 +170,11 @@ class ModelHolders:
         """Process a replica's message; the callback for `Subjects.all_models`."""
         now = self._now()
         try:
-            replica = self._subjects.replica_of_models(subject.decode())
+            replica = self._subjects.parse_models_replica(subject.decode())
         except UnicodeDecodeError as error:
             self._refuse(now, subject, str(error))
             return
-        router = self._routes.routers.get(backend_tag_of(replica))
+        router = self._routes.routers.get(parse_backend_tag(replica))
         if router is None or not router.knows(replica):
             return  # it will be repeated
         if len(payload) > MODELS_BYTES_MAX:
@@ -202,7 +202,7 @@ class ModelHolders:
         now = self._now()
         self._forget(now)
         models = frozenset(model for model in held[:MODELS_MAX] if len(model) <= MODEL_ID_LENGTH_MAX)
-        router = self._routes.routers.get(backend_tag_of(replica))
+        router = self._routes.routers.get(parse_backend_tag(replica))
         if router is not None and router.hold(replica, models) and models:
             self._received_at[replica] = now
         else:
@@ -222,7 +222,7 @@ class ModelHolders:
             tag for tag, received_at in self._received_at.items() if now - received_at >= SILENT_S
         ]:
             del self._received_at[replica]
-            router = self._routes.routers.get(backend_tag_of(replica))
+            router = self._routes.routers.get(parse_backend_tag(replica))
             if router is not None:
                 router.hold(replica, frozenset())
 

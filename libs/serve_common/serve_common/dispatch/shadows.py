@@ -41,7 +41,7 @@ class RequestSender(Protocol):
         """Send a request and return its call and response."""
         ...
 
-    def takes_copies(self, backend_tag: BackendTag) -> bool:
+    def accepts_shadows(self, backend_tag: BackendTag) -> bool:
         """False while the backend is scaled to zero."""
         ...
 
@@ -93,7 +93,7 @@ class Shadows:
     def _lacks_capacity(self, backend_tag: BackendTag, body_bytes: int) -> bool:
         return (
             self._is_closed
-            or not self._sender.takes_copies(backend_tag)
+            or not self._sender.accepts_shadows(backend_tag)
             or len(self._tasks) >= SHADOWS_MAX
             or self._counts_by_backend[backend_tag] >= SHADOWS_PER_BACKEND_MAX
             or self._body_bytes + body_bytes > SHADOW_BODY_BYTES_MAX

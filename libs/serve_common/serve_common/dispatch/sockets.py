@@ -17,7 +17,7 @@ from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, Head, Messa
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Largest message, in either direction."""
-HELD_MESSAGES_MAX: Final = WINDOW_MESSAGES + 1
+UNREAD_MESSAGES_MAX: Final = WINDOW_MESSAGES + 1
 """Limit of unread frames; a replica that sends more violates the window."""
 
 
@@ -41,7 +41,7 @@ class SocketBus(Protocol):
     def send_frame(self, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the replica; raises a `ServeError` when the bus does not take it."""
 
-    def give_credit(self, frames: int) -> None:
+    def grant_credit(self, frames: int) -> None:
         """Allow the replica ``frames`` more frames."""
 
     def ended(self) -> None:
@@ -143,12 +143,12 @@ class ReplicaSocket:
         self._credit_owed += 1
         if self._credit_owed * 2 >= WINDOW_MESSAGES and not self._is_ended:
             owed, self._credit_owed = self._credit_owed, 0
-            self._bus.give_credit(owed)
+            self._bus.grant_credit(owed)
 
     # -- for the bus' side --
 
     @property
-    def held_frames(self) -> int:
+    def unread_frames(self) -> int:
         """Number of frames that wait to be received."""
         return len(self._frames)
 

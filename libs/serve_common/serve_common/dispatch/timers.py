@@ -11,10 +11,10 @@ from serve_common.dispatch.calls import Attempt, Call
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.errors import BackendStopped, ReplicaTimedOut
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.placing import wake_if_due
+from serve_common.dispatch.placing import send_wake_if_due
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable, ReplicaDied, ServeError
-from serve_common.names import ReplicaTag, backend_tag_of
+from serve_common.names import ReplicaTag, parse_backend_tag
 from serve_common.routing.router import Router
 
 _log = structlog.get_logger(__name__)
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 BEAT_S: Final = 0.025
 PROBE_AFTER_S: Final = 1.0
 """Seconds without a message until a request's replica is probed, and between probes; at most half of its time."""
-NOTE_EVERY_S: Final = 0.25
+SAMPLE_INTERVAL_S: Final = 0.25
 """Seconds between samples of the routers' counts; fine enough for windows of seconds."""
 PATIENCE_S: Final = 0.25
 """Seconds that a probed replica must have been silent before a missed deadline counts as its failure."""
@@ -64,15 +64,15 @@ class RequestTimers:
             self._models.sweep(now)
         is_sampling = now >= self._sample_at
         if is_sampling:
-            self._sample_at = now + NOTE_EVERY_S
+            self._sample_at = now + SAMPLE_INTERVAL_S
         for router in list(self._routes.routers.values()):
             if router.has_waiting:
                 self._check_queue(router, now)
-            if router.has_aside:
+            if router.has_blocked:
                 self._dispatcher.perform(router, router.reopen(now))
             if is_sampling:
                 router.look(now)
-        for replica in self._dispatcher.suspicions.due(now):
+        for replica in self._dispatcher.failure_detector.due(now):
             self._probe_replica(replica)
         for call in list(self._dispatcher.calls.values()):
             if call.attempt is None:
@@ -85,21 +85,21 @@ class RequestTimers:
             call = self._dispatcher.calls.get(request)
             if call is not None:
                 self._dispatcher.end_with(call, _expiry_error(call, router))
-        if router.is_asleep:
-            wake_if_due(self._outgoing, router, now)
+        if router.is_scaled_to_zero:
+            send_wake_if_due(self._outgoing, router, now)
 
     def _probe_replica(self, replica: ReplicaTag) -> None:
-        router = self._routes.routers.get(backend_tag_of(replica))
+        router = self._routes.routers.get(parse_backend_tag(replica))
         in_flight = () if router is None else router.requests_at(replica)
         for request in in_flight:
             self._outgoing.probe(self._dispatcher.calls[request])
             return
-        self._dispatcher.suspicions.heard(replica)  # nothing is at stake
+        self._dispatcher.failure_detector.heard(replica)  # nothing is at stake
 
     def _check_waiting(self, call: Call, now: float) -> None:
         if call.router is not None:
             return  # its router watches the deadline
-        if now >= min(call.parked_until, call.ask.deadline):
+        if now >= min(call.reconnect_deadline, call.ask.deadline):
             self._dispatcher.end_with(call, BusUnavailable("NATS is away"))
 
     def _check_sent(self, call: Call, now: float) -> None:
@@ -110,14 +110,14 @@ class RequestTimers:
             message = f"replica {attempt.replica} did not answer in time"
             # A bus that hangs delivers nothing, and the replica is not to blame for that.
             is_silent = (
-                self._outgoing.bus_answers
+                self._outgoing.is_bus_responsive
                 and attempt.heard_at < attempt.probed_at
                 and now - attempt.heard_at >= _probe_after_s(call, attempt) + _silence_limit_s(call)
             )
             self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
             return
         since_s = now - max(attempt.heard_at, attempt.probed_at)
-        if not self._outgoing.bus_answers:
+        if not self._outgoing.is_bus_responsive:
             return  # probes would queue there, and all arrive at once
         if since_s >= PROBE_AFTER_S or (
             since_s >= PATIENCE_S / 8 and not call.status and since_s >= _probe_after_s(call, attempt)
@@ -136,7 +136,7 @@ def _expiry_error(call: Call, router: Router) -> ServeError:
             f"replica {died} died while it had the request, which may be why; it is not sent to the last healthy one, "
             "and the deadline was over before there was another"
         )
-    if router.is_asleep:
+    if router.is_scaled_to_zero:
         return NoReplicaAvailable(f"{tag!r} was scaled to zero and had not woken when the deadline was over")
     return NoReplicaAvailable(f"the deadline was over before a replica of {tag!r} had room")
 

@@ -16,7 +16,7 @@ from serve_common.identities.roles import (
     NAME,
     AccountName,
     Role,
-    rights_of,
+    get_rights,
 )
 
 _HEAD: Final = """\
@@ -64,7 +64,7 @@ def _accounts(prefix: str) -> Iterator[str]:
     yield "    jetstream: { max_mem: 64MB, max_file: 2GB, max_streams: 16, max_consumers: 1024 }"
     yield "    users: ["
     for role in Role:
-        rights = rights_of(role, prefix)
+        rights = get_rights(role, prefix)
         if rights.account is AccountName.SYSTEM:
             continue
         yield "      {"

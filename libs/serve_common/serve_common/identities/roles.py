@@ -160,7 +160,7 @@ def call_tags(backend_tag: str, may_call: Sequence[str] | None) -> tuple[str, ..
     return tuple(tags)
 
 
-def rights_of(role: Role, prefix: str) -> RoleRights:
+def get_rights(role: Role, prefix: str) -> RoleRights:
     """The row of ``role`` in an instance whose subjects begin with ``prefix``."""
     bucket = f"{prefix}-snapshots"
     events = f"{prefix}-events"

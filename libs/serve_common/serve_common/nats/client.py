@@ -15,7 +15,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable, ServeError
-from serve_common.nats.login import login_of
+from serve_common.nats.login import build_login
 from serve_common.nats.options import Login
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
@@ -46,7 +46,7 @@ async def connect_nats(
     user is refused. ``on_closed`` is called when the connection is closed, which the library also does by itself
     when it is refused for good: the process should then exit, to be restarted.
     """
-    login = login or login_of(settings)
+    login = login or build_login(settings)
     events = _ConnectionEvents(
         name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_closed=on_closed
     )
@@ -240,8 +240,8 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 @final
-class NatsLogOutlet:
-    """A `LogOutlet` that publishes on the event loop on which it was created."""
+class NatsClientLogSink:
+    """A `LogSink` that publishes on the event loop on which it was created."""
 
     def __init__(
         self,

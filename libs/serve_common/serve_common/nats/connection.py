@@ -12,10 +12,10 @@ from typing import Final, Protocol, final
 import structlog
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
-from serve_common.nats.dialing import Dialer, Handover, Newcomer
+from serve_common.nats.dialing import BufferingLinkOwner, Dialer, Handover
 from serve_common.nats.link import Link
 from serve_common.nats.options import BusOptions, InboxFull, Login, NotConnected, reconnect_wait_s
-from serve_common.nats.protocol import ServerError, check_subject, says_no_responders
+from serve_common.nats.protocol import ServerError, check_subject, is_no_responders
 from serve_common.nats.subscriptions import MessageCallback, Subscription, Subscriptions
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
@@ -225,32 +225,32 @@ class BusConnection:
 
     # -- callbacks of the link (LinkOwner) --
 
-    def take_pause(self) -> None:
+    def on_batch_end(self) -> None:
         """Run `after_messages`: a burst of messages has been delivered."""
         if self.after_messages is not None:
             self.after_messages()
 
-    def take_server_error(self, error: ServerError) -> None:
+    def on_server_error(self, error: ServerError) -> None:
         """Count and log a refusal that does not end the link by itself."""
         if error.is_permission_violation:
             self.permission_violations += 1
         self._server_errors.log(asyncio.get_running_loop().time(), "bus_server_error", error=error.text)
 
-    def take_lame_duck(self, link: Link) -> None:
+    def on_lame_duck(self, link: Link) -> None:
         """Move to another server when there is one; else stay until this one is gone."""
         has_other = len(self._options.servers) > 1
         self._log.warning("bus_server_leaves", moves_on=has_other)
         if has_other and link is self._link:
             link.end(BusUnavailable("the server is shutting down"))
 
-    def take_answer_again(self, silent_since: float) -> None:
+    def on_responsive_again(self, silent_since: float) -> None:
         """Notify listeners that the server responds again after silence since ``silent_since``."""
         silent_s = asyncio.get_running_loop().time() - silent_since
         self._log.warning("bus_answers_again", silent_s=round(silent_s, 1))
         listeners = [functools.partial(listener, silent_since) for listener in self.on_answers_again]
         self._notify(listeners, "on_answers_again")
 
-    def take_end(self, link: Link) -> None:
+    def on_link_end(self, link: Link) -> None:
         """Report the loss and wake the loop that reconnects."""
         if link is not self._link:
             return
@@ -285,9 +285,9 @@ class BusConnection:
             await self.renew()
 
     async def _move_from(self, old: Link) -> bool:
-        newcomer = Newcomer()
-        new = await self._dialer.dial_once(newcomer)
-        handover = Handover(old, new, newcomer, self.take_message)
+        buffering_owner = BufferingLinkOwner()
+        new = await self._dialer.dial_once(buffering_owner)
+        handover = Handover(old, new, buffering_owner, self.take_message)
         try:
             await handover.join(self._subscriptions.lasting)
         except BaseException:
@@ -309,17 +309,17 @@ class BusConnection:
             self._notify(self.on_disconnected, "on_disconnected")
         if self.reader is not None:
             self.reader.detach()
-        new.change_owner(self)
+        new.set_owner(self)
         handover.deliver()
         new.let_go()
-        for error in newcomer.errors:
-            self.take_server_error(error)
+        for error in buffering_owner.errors:
+            self.on_server_error(error)
         if new.has_ended():
-            self.take_end(new)
+            self.on_link_end(new)
             return False
         if self.reader is not None:
             self.reader.attach(new)
-        self.take_pause()
+        self.on_batch_end()
         self._log.info("bus_renewed", server=new.server)
         if not is_whole:
             self._notify(self.on_connected, "on_connected")
@@ -338,7 +338,7 @@ class BusConnection:
         self._notify(self.on_connected, "on_connected")
         since, self._disconnected_since = self._disconnected_since, None
         if since is not None:
-            self.take_answer_again(since)
+            self.on_responsive_again(since)
 
     def _write(self, line: bytes) -> None:
         if self._link is not None:
@@ -377,7 +377,7 @@ _TOKEN_BATCH: Final = 256
 """Tokens generated per call of the system's random source: one call per request would double the cost."""
 
 
-def draw_tokens(count: int = _TOKEN_BATCH) -> list[bytes]:
+def generate_tokens(count: int = _TOKEN_BATCH) -> list[bytes]:
     """Generate ``count`` tokens, each of 64 bits from the system's random source: collisions are negligible."""
     text = os.urandom(count * _TOKEN_BYTES).hex().encode()
     size = 2 * _TOKEN_BYTES
@@ -416,7 +416,7 @@ class Inbox:
         if len(self._receivers) >= self._open_max:
             raise InboxFull(f"{self._open_max} requests wait for replies")
         if not self._tokens:
-            self._tokens = draw_tokens()
+            self._tokens = generate_tokens()
         token = self._tokens.pop()
         self._receivers[token] = (on_reply, on_no_responders)
         return token, self._prefix + token
@@ -434,7 +434,7 @@ class Inbox:
         receiver = self._receivers.get(subject[self._token_at :])
         if receiver is None:
             self.late_replies += 1
-        elif headers is not None and not payload and says_no_responders(headers):
+        elif headers is not None and not payload and is_no_responders(headers):
             receiver[1]()
         else:
             receiver[0](payload, reply, headers)

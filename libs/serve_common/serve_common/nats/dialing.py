@@ -152,7 +152,7 @@ BEHIND_S: Final = 0.25
 
 
 @final
-class Newcomer:
+class BufferingLinkOwner:
     """A `LinkOwner` that buffers messages and errors until the connection takes the link over."""
 
     def __init__(self) -> None:
@@ -160,20 +160,20 @@ class Newcomer:
         self.errors: list[ServerError] = []
         self.take_message: Final[Callable[[Message], None]] = self.messages.append
 
-    def take_pause(self) -> None:
+    def on_batch_end(self) -> None:
         """Do nothing: no message is delivered yet."""
 
-    def take_server_error(self, error: ServerError) -> None:
+    def on_server_error(self, error: ServerError) -> None:
         """Record a refused subscription."""
         self.errors.append(error)
 
-    def take_lame_duck(self, link: Link) -> None:
+    def on_lame_duck(self, link: Link) -> None:
         """Do nothing: the connection notices when the link ends."""
 
-    def take_answer_again(self, silent_since: float) -> None:
+    def on_responsive_again(self, silent_since: float) -> None:
         """Do nothing: the old link was not silent."""
 
-    def take_end(self, link: Link) -> None:
+    def on_link_end(self, link: Link) -> None:
         """Do nothing: the connection checks `Link.failure`."""
 
 
@@ -182,12 +182,16 @@ class Handover:
     """One move; used on the loop of both links."""
 
     def __init__(
-        self, old: Link, new: Link, newcomer: Newcomer, take_message: Callable[[Message], None]
+        self,
+        old: Link,
+        new: Link,
+        buffering_owner: BufferingLinkOwner,
+        take_message: Callable[[Message], None],
     ) -> None:
         """``take_message`` receives messages of ``old`` meanwhile, on the thread that reads them."""
         self._old = old
         self._new = new
-        self._newcomer = newcomer
+        self._newcomer = buffering_owner
         self._take_message = take_message
         self._subscribed: dict[int, Subscription] = {}
         self._seen: list[Message] = []
@@ -215,7 +219,7 @@ class Handover:
         known = {each.sid for each in subscriptions}
         for sid in self._subscribed.keys() - known:
             self._new.write(encode_unsub(sid))
-        self._new.hold_back()
+        self._new.buffer_writes()
         for sid in known:
             self._old.write(encode_unsub(sid))
         try:

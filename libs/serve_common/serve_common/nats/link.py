@@ -30,19 +30,19 @@ class LinkOwner(Protocol):
     def take_message(self, message: Message) -> None:
         """A message was received."""
 
-    def take_pause(self) -> None:
+    def on_batch_end(self) -> None:
         """No more messages have come for now."""
 
-    def take_server_error(self, error: ServerError) -> None:
+    def on_server_error(self, error: ServerError) -> None:
         """The server refused something; it may or may not end the link after this."""
 
-    def take_lame_duck(self, link: Link) -> None:
+    def on_lame_duck(self, link: Link) -> None:
         """The server is about to shut down (lame duck mode)."""
 
-    def take_answer_again(self, silent_since: float) -> None:
+    def on_responsive_again(self, silent_since: float) -> None:
         """The server responds again, after none since ``silent_since`` (loop's clock); called before the messages."""
 
-    def take_end(self, link: Link) -> None:
+    def on_link_end(self, link: Link) -> None:
         """The link cannot be used any more; `link.failure` is why. Called once, and not after `Link.close`."""
 
 
@@ -101,7 +101,7 @@ class Link(asyncio.Protocol):
                 take_message(op)
             else:
                 self._take_control(op)
-        self._owner.take_pause()
+        self._owner.on_batch_end()
 
     def take_data(self, data: bytes) -> None:
         """Process ``data`` read by another thread; empty means end of file. Calls must not overlap."""
@@ -169,7 +169,7 @@ class Link(asyncio.Protocol):
             self._closed.set()
         else:
             self._transport.abort()
-        self._owner.take_end(self)
+        self._owner.on_link_end(self)
 
     async def close(self, timeout_s: float) -> None:
         """Send what was written, then close. After `timeout_s` what the server has not taken is lost."""
@@ -191,14 +191,14 @@ class Link(asyncio.Protocol):
         """Hand messages to ``take_message`` instead of to the owner."""
         self._take_message = take_message
 
-    def change_owner(self, owner: LinkOwner) -> None:
+    def set_owner(self, owner: LinkOwner) -> None:
         """Call ``owner`` from now on."""
         self._owner = owner
         self._take_message = owner.take_message
 
-    def hold_back(self) -> None:
+    def buffer_writes(self) -> None:
         """Send what was written so far, and keep what is written from now on, by any thread, until `let_go`."""
-        self._outbox.hold_back()
+        self._outbox.buffer_writes()
 
     def let_go(self) -> None:
         """Send what was kept."""
@@ -235,7 +235,7 @@ class Link(asyncio.Protocol):
         """Send whole messages, in pieces, from any thread. False when that is not possible (now)."""
         return self._shared is not None and self._shared.write(messages)
 
-    def lend(self) -> SharedSocket | None:
+    def detach_reader(self) -> SharedSocket | None:
         """Stop reading, so that another thread reads and calls `take_data`; None where the socket is not shared."""
         if self._shared is None or self._transport is None or self.failure is not None:
             return None
@@ -283,7 +283,7 @@ class Link(asyncio.Protocol):
                 self.max_payload = self._outbox.max_payload = op.max_payload
                 self._greeted.set()
                 if op.lame_duck:
-                    self._owner.take_lame_duck(self)
+                    self._owner.on_lame_duck(self)
             case ServerError():
                 self._take_server_error(op)
             case Signal.OK | Message():
@@ -294,7 +294,7 @@ class Link(asyncio.Protocol):
             self.end(BusAuthorizationFailed(f"the server says: {error.text}"))
             return
         self._last_server_error = "" if error.is_permission_violation else error.text
-        self._owner.take_server_error(error)
+        self._owner.on_server_error(error)
 
     # -- ending --
 
@@ -321,7 +321,7 @@ class Link(asyncio.Protocol):
     def _end_silence(self) -> None:
         since, self.silent_since = self.silent_since, None
         if since is not None:
-            self._owner.take_answer_again(since)
+            self._owner.on_responsive_again(since)
 
     def _require_alive(self) -> None:
         if self.failure is not None:

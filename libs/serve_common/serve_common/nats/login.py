@@ -51,7 +51,7 @@ OWN_LIFETIME_S: Final = 24 * 3600.0
 """Seconds for which a user is valid that the holder of a signing key makes for itself; renewed in time."""
 
 
-def login_of(settings: BusSettings) -> Login | None:
+def build_login(settings: BusSettings) -> Login | None:
     """The login for ``settings``; None for their plain user and password."""
     match settings.credentials:
         case CredentialsFile(path):
@@ -59,7 +59,7 @@ def login_of(settings: BusSettings) -> Login | None:
         case SigningKey() as key:
             return MintingLogin(key)
         case UserIdentity() as identity:
-            return HeldLogin(identity)
+            return RenewableLogin(identity)
         case None:
             return None
 
@@ -101,7 +101,7 @@ class MintingLogin:
 
 
 @final
-class HeldLogin:
+class RenewableLogin:
     """Logs in with a user that another process mints and renews; shared by all connections of the process."""
 
     def __init__(self, identity: UserIdentity) -> None:

@@ -92,7 +92,7 @@ class SharedSocket:
                 self._leave(b"".join(pieces)[written_bytes:])
             return True
 
-    def hold_back(self) -> None:
+    def buffer_writes(self) -> None:
         """Keep what other threads write, until `let_go`."""
         with self._lock:
             self._is_held_back = self._is_behind = True
@@ -215,12 +215,12 @@ class Outbox:
         else:
             self.transport.writelines(pieces)
 
-    def hold_back(self) -> None:
+    def buffer_writes(self) -> None:
         """Keep everything that is not written yet, until `let_go`."""
         self.flush()
         self._is_held_back = True
         if self.shared is not None:
-            self.shared.hold_back()
+            self.shared.buffer_writes()
 
     def let_go(self) -> None:
         """Write what was kept."""

@@ -57,7 +57,7 @@ def status_of(block: bytes) -> int | None:
     return int(words[1])
 
 
-def says_no_responders(block: bytes) -> bool:
+def is_no_responders(block: bytes) -> bool:
     """True when the server answers in place of a subscriber, because there is none."""
     return status_of(block) == NO_RESPONDERS_STATUS
 

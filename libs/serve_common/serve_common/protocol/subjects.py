@@ -71,7 +71,7 @@ class Subjects:
         """All calls; for the gateways' subscription."""
         return f"{self.prefix}.call.>"
 
-    def endpoint_of_call(self, subject: str) -> EndpointTag:
+    def parse_call_endpoint(self, subject: str) -> EndpointTag:
         """The endpoint that a call's subject names; a single token means the application ``default``."""
         parts = subject.removeprefix(f"{self.prefix}.call.").split(".")
         return EndpointTag("/".join(parts if len(parts) > 1 else ("default", *parts)))
@@ -89,7 +89,7 @@ class Subjects:
         """The models of all replicas; for subscriptions."""
         return f"{self.prefix}.models.>"
 
-    def replica_of_models(self, subject: str) -> ReplicaTag:
+    def parse_models_replica(self, subject: str) -> ReplicaTag:
         """The replica that a subject of `models` names."""
         *parts, ordinal = subject.removeprefix(f"{self.prefix}.models.").split(".")
         return ReplicaTag("/".join(parts) + "#" + ordinal)
@@ -103,7 +103,7 @@ class Subjects:
         """All backends' wake-ups."""
         return f"{self.prefix}.wake.>"
 
-    def backend_of_wake(self, subject: str) -> BackendTag:
+    def parse_wake_backend(self, subject: str) -> BackendTag:
         """The backend that a subject of `wake` names."""
         return BackendTag(subject.removeprefix(f"{self.prefix}.wake.").replace(".", "/"))
 
@@ -149,7 +149,7 @@ class Subjects:
         # A backend's tag and a replica's are the same but for the last token.
         return f"{self.prefix}.log.{kind}.{f'{tokens(process_id)}.' if process_id else ''}>"
 
-    def kind_of_log(self, subject: str) -> str:
+    def parse_log_kind(self, subject: str) -> str:
         """The kind of process that a subject of `log` names; `RECALLED` for one of `recalled_log`."""
         return subject.removeprefix(f"{self.prefix}.log.").partition(".")[0]
 

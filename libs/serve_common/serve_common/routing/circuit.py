@@ -172,7 +172,7 @@ class Circuit:
         if request == self._trial:
             self._trial = None
 
-    def begin_anew(self, answered: int) -> None:
+    def reset_state(self, answered: int) -> None:
         """Reset: the replicas that failed are gone, and new ones have no record yet; ``answered`` as in `fail`."""
         self._close(answered)
 

@@ -12,7 +12,7 @@ Clock = Callable[[], float]
 
 @final
 class QueuedSeconds:
-    """Integral of the queue's length over time; exact in any order of arrivals and departures.
+    """Integral of the queue's length over time; exact in any order of arrivals and disconnect_propagation.
 
     May be read from any thread: its state is one tuple, replaced as a whole.
     """
@@ -134,7 +134,7 @@ class TieredQueue:
         """Total seconds that requests have waited up to ``now``."""
         return self._seconds.until(now)
 
-    def count_spare(self, *, is_wanted: bool) -> None:
+    def count_shadows(self, *, is_wanted: bool) -> None:
         """Set whether waiting shadow copies count towards `seconds` from now on."""
         self._counts_spare = is_wanted
         self._note()

@@ -46,8 +46,8 @@ BUSY_WAIT_S: Final = 0.02
 BUSY_WAIT_S_MAX: Final = 0.3
 """Longest wait before a replica that refused as busy is retried: other routers' requests fill it, and it does not
 report when they end."""
-ASIDE_WAIT_S: Final = 0.5
-ASIDE_WAIT_S_MAX: Final = 5.0
+SILENT_WAIT_S: Final = 0.5
+SILENT_WAIT_S_MAX: Final = 5.0
 """Longest wait before a replica that does not respond is retried: it may be dead, or only be reconnecting."""
 
 
@@ -67,7 +67,6 @@ class ReplicaSlots:
     """State of one replica; only the router changes it."""
 
     __slots__ = (
-        "aside_wait_s",
         "block",
         "blocked_until",
         "busy_wait_s",
@@ -83,6 +82,7 @@ class ReplicaSlots:
         "position",
         "requests",
         "send_to",
+        "silent_wait_s",
         "tag",
         "tag_hash",
         "times_ejected",
@@ -106,7 +106,7 @@ class ReplicaSlots:
         self.is_dead = False
         """Its subject had no subscriber for so long that it counts as dead; any response resets that."""
         self.busy_wait_s = BUSY_WAIT_S
-        self.aside_wait_s = ASIDE_WAIT_S
+        self.silent_wait_s = SILENT_WAIT_S
         self.position = -1
         """Index in the router's list of replicas that can be chosen; -1 when it is not in it."""
         self.turn = 0
@@ -149,25 +149,25 @@ class ReplicaSlots:
         self.blocked_until = now + self.busy_wait_s
         self.busy_wait_s = min(2 * self.busy_wait_s, BUSY_WAIT_S_MAX)
 
-    def put_aside(self, now: float) -> None:
+    def quarantine(self, now: float) -> None:
         """Block it because it does not respond. Many such reports at once count as one."""
         if self.block in (Block.SILENT, Block.RESTING):
             return
         self.block = Block.SILENT
         self.has_failed = True
-        self.blocked_until = now + self.aside_wait_s
-        self.aside_wait_s = min(2 * self.aside_wait_s, ASIDE_WAIT_S_MAX)
+        self.blocked_until = now + self.silent_wait_s
+        self.silent_wait_s = min(2 * self.silent_wait_s, SILENT_WAIT_S_MAX)
 
     def rest(self, now: float) -> None:
         """Block it because it drains by itself; it is retried after a while should no snapshot confirm it."""
         self.block = Block.RESTING
         self.has_failed = True
-        self.blocked_until = now + ASIDE_WAIT_S_MAX
+        self.blocked_until = now + SILENT_WAIT_S_MAX
 
     def prove_alive(self) -> None:
         """It has responded in any way: reset a block for being silent or full."""
         self.busy_wait_s = BUSY_WAIT_S
-        self.aside_wait_s = ASIDE_WAIT_S
+        self.silent_wait_s = SILENT_WAIT_S
         self.is_dead = False
         if self.block is not Block.RESTING:
             self.block = None
@@ -272,7 +272,7 @@ class FixedPacking:
 _POWER_OF_TWO_CHOICES: Final = PowerOfTwoChoices()
 
 
-def policy_named(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
+def build_policy(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
     """Create the policy of that name."""
     match name:
         case ReplicaPolicyName.POWER_OF_TWO_CHOICES:
@@ -297,7 +297,7 @@ class Affinity(msgspec.Struct, frozen=True, gc=False):
     """Prefer replicas that have loaded this model."""
 
 
-def choose_by_wish(
+def choose_by_affinity(
     preferred: Affinity,
     replicas: Sequence[ReplicaSlots],
     policy: ReplicaPolicy,
@@ -308,13 +308,13 @@ def choose_by_wish(
     if preferred.code_version is not None:
         replicas = [slots for slots in replicas if slots.code_version == preferred.code_version] or replicas
     if preferred.shard_hash is not None:
-        return first_for(preferred.shard_hash, replicas)
+        return choose_by_hash(preferred.shard_hash, replicas)
     if preferred.model_id:
         return _choose_for_model(preferred.model_id, replicas, policy, draw, requests_max)
     return policy.choose(replicas, draw)
 
 
-def first_for(key_hash: int, replicas: Sequence[ReplicaSlots]) -> ReplicaSlots:
+def choose_by_hash(key_hash: int, replicas: Sequence[ReplicaSlots]) -> ReplicaSlots:
     """The first of ``replicas`` in the order of the key."""
     return max(replicas, key=lambda slots: score(key_hash, slots.tag_hash))
 
@@ -332,12 +332,12 @@ def _choose_for_model(
         return policy.choose(replicas, draw)
     model_hash = stable_hash(model_id)
     if not holders:
-        holders = [first_for(model_hash, replicas)]
+        holders = [choose_by_hash(model_hash, replicas)]
     least = min(len(slots.requests) for slots in holders)
     if 2 * least >= requests_max:
         less_loaded = [
             slots for slots in replicas if 2 * len(slots.requests) <= least and slots not in holders
         ]
         if less_loaded:
-            return first_for(model_hash, less_loaded)
+            return choose_by_hash(model_hash, less_loaded)
     return policy.choose(holders, draw)

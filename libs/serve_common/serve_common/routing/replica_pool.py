@@ -106,7 +106,7 @@ class ReplicaPool:
         self.requests_max = defaults.max_concurrent_queries
 
     @property
-    def has_aside(self) -> bool:
+    def has_blocked(self) -> bool:
         """True when `reopen` may have something to do at a later time."""
         return bool(self.blocked or self.outliers.ejected)
 

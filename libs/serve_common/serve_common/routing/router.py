@@ -23,8 +23,8 @@ from serve_common.routing.replica_choice import (
     Draw,
     ReplicaPolicy,
     ReplicaSlots,
-    choose_by_wish,
-    policy_named,
+    build_policy,
+    choose_by_affinity,
 )
 from serve_common.routing.replica_pool import ReplicaPool
 from serve_common.routing.request_events import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
@@ -73,14 +73,14 @@ class Router:
         """Requests refused, or dropped from the queue, because the backend `is_stopped`."""
         self.lost_twice = 0
         """Requests given up because two replicas died while they had them; counted by the caller that decides it."""
-        self.is_asleep = False
+        self.is_scaled_to_zero = False
         """True when the backend was scaled to zero: waiting requests must wake it."""
         self.is_stopped = False
         """True when a user set zero replicas: no waiting request will be answered."""
         self.wake_signal: Final = WakeSignal()
         """State of the wake messages while it is asleep."""
         self._draw = draw
-        self._policy: ReplicaPolicy = policy_named(
+        self._policy: ReplicaPolicy = build_policy(
             self.protection.replica_policy, self.protection.packing_num
         )
         self._max_queued_requests = BackendConfig().max_queued_requests
@@ -130,9 +130,9 @@ class Router:
         return self._arrivals > 0
 
     @property
-    def has_aside(self) -> bool:
+    def has_blocked(self) -> bool:
         """True when `reopen` may have something to do later."""
-        return self._pool.has_aside
+        return self._pool.has_blocked
 
     @property
     def ejections(self) -> int:
@@ -182,7 +182,7 @@ class Router:
         self._queue.push(request, deadline, arrival, is_spare=is_spare, is_suspect=is_suspect)
         return _QUEUED
 
-    def answer_began(self, request: RequestKey) -> None:
+    def response_started(self, request: RequestKey) -> None:
         """``request``'s replica has responded, which an open circuit waits for; the slot stays taken."""
         self.circuit.ended(request, None, self.answered)
 
@@ -250,7 +250,7 @@ class Router:
             case Refusal.DRAINING:
                 slots.rest(now)
             case Refusal.NO_RESPONDERS:
-                slots.put_aside(now)
+                slots.quarantine(now)
         self._pool.block(slots)
         state.slots = None
         state.avoid |= {replica}
@@ -259,7 +259,7 @@ class Router:
         )
         return self._dispatch_waiting()
 
-    def has_none_but(self, replica: ReplicaTag) -> bool:
+    def is_only_available(self, replica: ReplicaTag) -> bool:
         """Whether no other replica could take a request now."""
         return not any(slots.tag != replica for slots in self._pool.open)
 
@@ -283,11 +283,11 @@ class Router:
 
     # -- replicas --
 
-    def put_aside(self, replica: ReplicaTag, now: float) -> None:
+    def quarantine(self, replica: ReplicaTag, now: float) -> None:
         """Block ``replica`` for a while: it seems unresponsive. Requests in flight there stay."""
         slots = self._pool.replicas.get(replica)
         if slots is not None:
-            slots.put_aside(now)
+            slots.quarantine(now)
             self._pool.block(slots)
 
     def replica_gone(self, replica: ReplicaTag, now: float) -> Sequence[RequestKey]:
@@ -299,7 +299,7 @@ class Router:
         if slots is None:
             return ()
         slots.is_dead = True
-        self.put_aside(replica, now)
+        self.quarantine(replica, now)
         if slots.requests:
             self._pool.count_failures(slots, now, len(slots.requests))
         return self._lose(slots, now)
@@ -330,7 +330,7 @@ class Router:
             lost += requests
             if not slots.is_draining and slots.block is not Block.RESTING:
                 died += requests
-        self._set_asleep(is_asleep=snapshot.can_wake and not snapshot.replicas)
+        self._set_asleep(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
         self.is_stopped = snapshot.is_stopped and not snapshot.replicas
         are_others_left = not known.isdisjoint(self._pool.replicas)
         return Applied(self._dispatch_waiting(), lost, frozenset(died), are_others_left)
@@ -344,7 +344,7 @@ class Router:
         self._unanswered += len(self._places)
         self._pool.clear()
         self._places.clear()
-        self._set_asleep(is_asleep=False)
+        self._set_asleep(is_scaled_to_zero=False)
         self.is_stopped = False
         return Dropped(waiting, lost)
 
@@ -357,7 +357,7 @@ class Router:
 
     def reopen(self, now: float) -> Sequence[Dispatch]:
         """Make replicas available again whose block or ejection is over."""
-        if not self._pool.has_aside:
+        if not self._pool.has_blocked:
             return _NOTHING
         self._pool.reopen(now)
         return self._dispatch_waiting()
@@ -391,7 +391,7 @@ class Router:
         if wish is None:
             slots = self._policy.choose(replicas, self._draw)
         else:
-            slots = choose_by_wish(wish, replicas, self._policy, self._draw, limit)
+            slots = choose_by_affinity(wish, replicas, self._policy, self._draw, limit)
         slots.turn = self._turns = self._turns + 1
         requests = slots.requests
         requests.add(request)
@@ -458,13 +458,13 @@ class Router:
         healthy = (slots for slots in self._pool.replicas.values() if slots.is_healthy)
         return next(healthy, None) is not None and next(healthy, None) is not None
 
-    def _set_asleep(self, *, is_asleep: bool) -> None:
-        if is_asleep and not self.is_asleep:
+    def _set_asleep(self, *, is_scaled_to_zero: bool) -> None:
+        if is_scaled_to_zero and not self.is_scaled_to_zero:
             # An open circuit would let only one of the first requests wake the backend and refuse the others.
-            self.circuit.begin_anew(self.answered)
-        self.is_asleep = is_asleep
-        self._queue.count_spare(is_wanted=not is_asleep)
-        if not is_asleep:
+            self.circuit.reset_state(self.answered)
+        self.is_scaled_to_zero = is_scaled_to_zero
+        self._queue.count_shadows(is_wanted=not is_scaled_to_zero)
+        if not is_scaled_to_zero:
             self.wake_signal.rest()
 
     def _protect(self, protection: BackendProtection) -> None:
@@ -473,6 +473,6 @@ class Router:
             previous.replica_policy,
             previous.packing_num,
         ):
-            self._policy = policy_named(protection.replica_policy, protection.packing_num)
+            self._policy = build_policy(protection.replica_policy, protection.packing_num)
         self.retries.percent = protection.retry_budget_percent
         self.circuit.configure(protection.circuit_breaker, self.answered)

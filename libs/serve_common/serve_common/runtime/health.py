@@ -33,7 +33,7 @@ class LoopLag:
 
 
 @final
-class OtherLoopsLag:
+class ThreadLoopLag:
     """Records the lag of a loop in another thread, at one callback per measurement."""
 
     def __init__(
@@ -60,7 +60,7 @@ class OtherLoopsLag:
             self._observe(self._now() - scheduled_at)
 
 
-WhyNot = Callable[[], str | None]
+HealthProbe = Callable[[], str | None]
 """Returns None when healthy, otherwise the reason. Called on another thread than the loop's, so it only reads."""
 
 _CHECKS: Final = 8
@@ -85,14 +85,14 @@ class Heartbeat:
             self._last_run_at = self._now()
             await asyncio.sleep(every_s)
 
-    def why_not_healthy(self) -> str | None:
+    def health_error(self) -> str | None:
         """The reason why not, or None; callable from any thread."""
         stuck_s = self._now() - self._last_run_at
         return f"the loop has not turned for {stuck_s:.1f} s" if stuck_s >= self._stuck_after_s else None
 
 
 @final
-class BusPulse:
+class BusHealthCheck:
     """Pings one connection to NATS, in addition to its own pings, and records when no response comes.
 
     The connection's own pings end a silent connection sooner than this reports it. So this reports only when that
@@ -129,7 +129,7 @@ class BusPulse:
             raise_if_cancelled()
             await asyncio.sleep(every_s)
 
-    def why_not_healthy(self) -> str | None:
+    def health_error(self) -> str | None:
         """The reason why not, or None; callable from any thread."""
         if self._is_closed():
             return f"{self._name}: the connection to NATS is closed for good"
@@ -155,7 +155,7 @@ class BusPulse:
             self._unanswered_since = None
 
 
-def first_reason(*whys: WhyNot) -> WhyNot:
+def first_error(*whys: HealthProbe) -> HealthProbe:
     """Combine checks: the first reason that any of ``whys`` returns."""
 
     def why_not() -> str | None:

@@ -14,7 +14,7 @@ _TIMEOUT_S: Final = 2.0
 _RESPONSE_BYTES_MAX: Final = 4096
 
 
-def why_unhealthy(url: str) -> str | None:
+def check_url(url: str) -> str | None:
     """None when ``url`` (``http://host:port/path``) returns 200; otherwise one line with the reason."""
     address, _, path = url.removeprefix("http://").partition("/")
     host, _, port = address.partition(":")
@@ -36,7 +36,7 @@ def why_unhealthy(url: str) -> str | None:
 
 def main() -> int:
     """Return the exit code; the reason is printed to standard output, which the container engine keeps."""
-    reason = why_unhealthy(sys.argv[1])
+    reason = check_url(sys.argv[1])
     if reason is not None:
         print(reason)  # noqa: T201 - a command's output
     return 0 if reason is None else 1

@@ -25,7 +25,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from serve_common.nats.login import has_identity
-from serve_common.runtime.health import Heartbeat, LoopLag, WhyNot
+from serve_common.runtime.health import HealthProbe, Heartbeat, LoopLag
 from serve_common.runtime.settings import OperationsSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread
@@ -82,7 +82,7 @@ def split_advertised(text: str) -> tuple[str, int | None]:
     return host, int(port) if port else None
 
 
-def local_host_of(client: Client | None) -> str | None:
+def get_local_host(client: Client | None) -> str | None:
     """The local address of the connection; None while it is not connected."""
     if client is None or not client.is_connected:
         return None
@@ -106,11 +106,11 @@ class OperationsPages(Protocol):
         """Metrics in Prometheus' text format; only samples with one of ``names``, or all when there are none."""
         ...
 
-    async def why_not_healthy(self) -> str | None:
+    async def health_error(self) -> str | None:
         """The reason why the process should be restarted; None when it is healthy."""
         ...
 
-    async def why_not_ready(self) -> str | None:
+    async def readiness_error(self) -> str | None:
         """The reason why the process cannot take traffic; None when it is ready."""
         ...
 
@@ -179,10 +179,10 @@ class OperationsSite:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return _health_response(await self._pages.why_not_healthy())
+        return _health_response(await self._pages.health_error())
 
     async def _readyz(self, _request: web.Request) -> web.Response:
-        return _health_response(await self._pages.why_not_ready())
+        return _health_response(await self._pages.readiness_error())
 
 
 @final
@@ -194,15 +194,15 @@ class OperationsServer:
         settings: OperationsSettings,
         registry: CollectorRegistry,
         *,
-        why_not_ready: WhyNot,
-        why_not_healthy: WhyNot = lambda: None,
+        readiness_error: HealthProbe,
+        health_error: HealthProbe = lambda: None,
     ) -> None:
-        """``why_not_healthy`` should return a reason only when a restart of the process would help.
+        """``health_error`` should return a reason only when a restart of the process would help.
 
         The loop on which `start` is called is checked anyway.
         """
         self._heartbeat = Heartbeat(settings.unhealthy_after_s)
-        pages = _ProcessPages(registry, self._heartbeat, why_not_ready, why_not_healthy)
+        pages = _ProcessPages(registry, self._heartbeat, readiness_error, health_error)
         self._site = OperationsSite(settings, pages)
         self._tasks = TaskOwner("operations")
 
@@ -228,23 +228,23 @@ class _ProcessPages:
         self,
         registry: CollectorRegistry,
         heartbeat: Heartbeat,
-        why_not_ready: WhyNot,
-        why_not_healthy: WhyNot,
+        readiness_error: HealthProbe,
+        health_error: HealthProbe,
     ) -> None:
         self._registry = registry
         self._heartbeat = heartbeat
-        self._why_not_ready = why_not_ready
-        self._why_not_healthy = why_not_healthy
+        self._why_not_ready = readiness_error
+        self._why_not_healthy = health_error
 
     async def metrics(self, names: Collection[str]) -> bytes:
         # In a thread: the multiprocess collector reads files, which must not delay a probe.
         return await asyncio.to_thread(metrics_page, self._registry, names)
 
-    async def why_not_healthy(self) -> str | None:
-        return self._heartbeat.why_not_healthy() or self._why_not_healthy()
+    async def health_error(self) -> str | None:
+        return self._heartbeat.health_error() or self._why_not_healthy()
 
-    async def why_not_ready(self) -> str | None:
-        return self._heartbeat.why_not_healthy() or self._why_not_ready()
+    async def readiness_error(self) -> str | None:
+        return self._heartbeat.health_error() or self._why_not_ready()
 
     async def close(self) -> None:
         """Do nothing."""
@@ -315,13 +315,13 @@ def register_process_metrics(
     GCCollector(registry=registry)
 
 
-def family_of(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
+def build_family(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
     """An empty family of a counter or gauge, for this scrape."""
     make = CounterMetricFamily if spec.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(spec.family, spec.text, labels=spec.labels)
 
 
-def histogram_of(spec: MetricSpec) -> HistogramMetricFamily:
+def build_histogram_family(spec: MetricSpec) -> HistogramMetricFamily:
     """An empty family of a histogram."""
     return HistogramMetricFamily(spec.family, spec.text, labels=spec.labels)
 
@@ -349,25 +349,25 @@ class _ProcessCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield _lag_family(self._lag.observations)
-        connected = family_of(BUS_CONNECTED)
+        connected = build_family(BUS_CONNECTED)
         for name, is_connected in self._connections.items():
             connected.add_metric([name], float(is_connected()))
         yield connected
-        identities = family_of(BUS_IDENTITIES)
+        identities = build_family(BUS_IDENTITIES)
         identities.add_metric([], float(has_identity()))
         yield identities
-        dropped = family_of(LOG_LINES_DROPPED)
+        dropped = build_family(LOG_LINES_DROPPED)
         for reason, lines in dropped_lines.by_reason().items():
             dropped.add_metric([reason], float(lines))
         yield dropped
-        messages = family_of(REFUSED_MESSAGES)
+        messages = build_family(REFUSED_MESSAGES)
         for kind, count in self._refused.counts.items():
             messages.add_metric([kind], count)
         yield messages
 
 
 def _lag_family(observations: Observations) -> Metric:
-    family = histogram_of(LOOP_LAG)
+    family = build_histogram_family(LOOP_LAG)
     add_observations(family, [], LOOP_LAG.buckets, list(observations.counts), observations.total)
     return family
 
@@ -384,7 +384,7 @@ class _SpansCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:
-        dropped = family_of(SPANS_DROPPED)
+        dropped = build_family(SPANS_DROPPED)
         for reason, count in self._counts.dropped_by_reason.items():
             dropped.add_metric([reason], count)
         yield dropped

@@ -17,7 +17,7 @@ import structlog
 _log = structlog.get_logger(__name__)
 
 
-def make_own_directory(path: Path) -> None:
+def ensure_private_directory(path: Path) -> None:
     """Make ``path`` a directory of mode 0700 that belongs to this user; anything else there is moved aside.
 
     Raises OSError where that is not possible, such as for another user's directory below a sticky one.

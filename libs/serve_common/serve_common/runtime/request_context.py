@@ -12,9 +12,9 @@ import msgspec
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import Login
 from serve_common.runtime.settings import BusSettings
-from serve_common.telemetry.spans import trace_id_of
+from serve_common.telemetry.spans import parse_trace_id
 
-LEFT_MAX: Final = 5_000
+DISCONNECTED_MAX: Final = 5_000
 """Disconnected requests that are remembered: a thread may go on after the task of its request has ended."""
 
 
@@ -61,14 +61,14 @@ class DisconnectPropagation:
         """The caller of that request has disconnected; operations that its threads start later are cancelled too."""
         with self._lock:
             self._disconnected[key] = None
-            if len(self._disconnected) > LEFT_MAX:
+            if len(self._disconnected) > DISCONNECTED_MAX:
                 del self._disconnected[next(iter(self._disconnected))]
             operations = self._operations.pop(key, ())
         for operation in operations:
             operation.cancel()
 
 
-departures: Final = DisconnectPropagation()
+disconnect_propagation: Final = DisconnectPropagation()
 
 
 class HandleQueue(msgspec.Struct, frozen=True):
@@ -132,12 +132,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     model_id: str = ""
     """The multiplexed model that the request is for; empty for none."""
     key: bytes = b""
-    """Identifies this request in `departures`; empty where a disconnect of its caller is not detected."""
+    """Identifies this request in `disconnect_propagation`; empty where a disconnect of its caller is not detected."""
 
     @property
     def trace_id(self) -> str:
         """32 hexadecimal digits, whether or not the request is sampled; empty when it belongs to no trace."""
-        return trace_id_of(self.traceparent)
+        return parse_trace_id(self.traceparent)
 
 
 request_context: Final[ContextVar[RequestContext | None]] = ContextVar("muster_request", default=None)

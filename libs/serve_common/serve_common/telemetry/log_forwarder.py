@@ -38,7 +38,7 @@ _FLUSH_WAIT_S: Final = 1.0
 """Seconds that the last flush of a process waits for a round that is blocked."""
 
 
-class LogOutlet(Protocol):
+class LogSink(Protocol):
     """Where lines leave the machine. Called on the forwarder's thread."""
 
     def publish(self, piece: bytes, lines: int) -> bool:
@@ -46,7 +46,7 @@ class LogOutlet(Protocol):
         ...
 
 
-class PublishedRate:
+class TokenBucket:
     """A token bucket for published lines: ``rate_per_s`` lines per second, and bursts of ``burst``."""
 
     def __init__(self, rate_per_s: float = 500.0, burst: float = 1_000.0) -> None:
@@ -82,10 +82,10 @@ class LogForwarder:
         self._write = write
         self._ids = ids
         self._clock = clock
-        self._outlet: LogOutlet | None = None
+        self._outlet: LogSink | None = None
         self._recent: deque[bytes] = deque(maxlen=RECALL_LINES_MAX)
         self._recent_bytes = 0
-        self._rate = PublishedRate()
+        self._rate = TokenBucket()
         self._lock = threading.Lock()
         self._round = threading.Lock()
         self._wake = threading.Event()
@@ -113,7 +113,7 @@ class LogForwarder:
         if not self._wake.is_set():
             self._wake.set()
 
-    def use(self, outlet: LogOutlet | None) -> None:
+    def use(self, outlet: LogSink | None) -> None:
         """Publish to ``outlet`` from now on, starting with the lines that wait."""
         self._outlet = outlet
         self._wake.set()
@@ -258,7 +258,7 @@ _NOT_SENT = (NotConnected, OutboundFull, PayloadTooLarge)
 
 @final
 class NatsLogSink:
-    """A `LogOutlet` that publishes on the loop of a `BusConnection`."""
+    """A `LogSink` that publishes on the loop of a `BusConnection`."""
 
     def __init__(
         self, forwarder: LogForwarder, bus: BusConnection, subjects: Subjects, kind: str, process_id: str

@@ -47,7 +47,7 @@ def encode_line(fields: Mapping[str, Any]) -> bytes:
     return line + b"\n"
 
 
-def whole_or_short(text: str) -> bytes:
+def encode_text_line(text: str) -> bytes:
     """A finished line as bytes; one that is too long for a message is replaced by its first characters."""
     line = text.encode(errors="backslashreplace")
     if len(line) <= _LINE_BYTES_MAX:

@@ -18,7 +18,7 @@ import structlog
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.log_forwarder import LogForwarder
-from serve_common.telemetry.log_lines import StandardError, whole_or_short
+from serve_common.telemetry.log_lines import StandardError, encode_text_line
 from serve_common.telemetry.tracer import current_trace_id
 
 _LEVELS: Final = {
@@ -111,7 +111,7 @@ class _RelayFile:
         self._forwarder = forwarder
 
     def write(self, text: str) -> int:
-        self._forwarder.offer(whole_or_short(text))
+        self._forwarder.offer(encode_text_line(text))
         return len(text)
 
     def flush(self) -> None:

@@ -42,7 +42,7 @@ class Aggregate(Enum):
     """The value that was set last."""
 
 
-class MeasureConflict(ValueError):
+class MetricConflict(ValueError):
     """The name belongs to another metric."""
 
 
@@ -197,7 +197,7 @@ class Measures:
     def total(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> LocalCounter:
         """The counter of that specification, created when it does not exist.
 
-        The label ``backend_tag`` is not set by callers: it is added at export. Raises `MeasureConflict` when the name
+        The label ``backend_tag`` is not set by callers: it is added at export. Raises `MetricConflict` when the name
         belongs to another metric.
         """
         return self._declare(LocalCounter, spec, series_max)
@@ -208,7 +208,7 @@ class Measures:
         """The gauge; as `total`."""
         level = self._declare(LocalGauge, spec, series_max, aggregate)
         if level.aggregate is not aggregate:
-            raise MeasureConflict(
+            raise MetricConflict(
                 f"the metric {spec.name!r} exists already, with aggregate={level.aggregate.value!r}"
             )
         return level
@@ -242,7 +242,7 @@ class Measures:
                 return self._same(kind, known, spec)
             for name in {spec.family, *spec.series}:
                 if name in self._names:
-                    raise MeasureConflict(
+                    raise MetricConflict(
                         f"the metric {spec.name!r} would have the name {name!r}, as {self._names[name]!r} has it"
                     )
             labels = tuple(label for label in spec.labels if label != _OWN_LABEL)
@@ -255,13 +255,13 @@ class Measures:
     @staticmethod
     def _same(kind: type[_M], known: AnyMeasure, spec: MetricSpec) -> _M:
         if not isinstance(known, kind):
-            raise MeasureConflict(f"the metric {spec.name!r} exists already, as a {known.spec.kind.value}")
+            raise MetricConflict(f"the metric {spec.name!r} exists already, as a {known.spec.kind.value}")
         if known.spec.labels != spec.labels:
-            raise MeasureConflict(
+            raise MetricConflict(
                 f"the metric {spec.name!r} exists already, with the labels {list(known.spec.labels)}"
             )
         if known.spec.kind is MetricKind.HISTOGRAM and known.spec.buckets != spec.buckets:
-            raise MeasureConflict(
+            raise MetricConflict(
                 f"the metric {spec.name!r} exists already, with the bounds {list(known.spec.buckets)}"
             )
         return known

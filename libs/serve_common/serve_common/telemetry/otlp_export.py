@@ -87,7 +87,7 @@ def readable(span: Span, resource: Resource) -> ReadableSpan:
 
 def enter(span: Span, tracer: Tracer) -> None:
     """Make ``span`` the current one of the running task; the caller must own the task's context."""
-    otel_context.attach(trace.set_span_in_context(SeenSpan(span, tracer)))
+    otel_context.attach(trace.set_span_in_context(UserSpan(span, tracer)))
 
 
 def enter_unsampled(ref: SpanRef) -> None:
@@ -110,7 +110,7 @@ def entered() -> SpanRef | None:
 
 
 @final
-class SeenSpan(trace.Span):
+class UserSpan(trace.Span):
     """A span of ours as exposed to user code, which may add to it but not end it."""
 
     def __init__(self, span: Span, tracer: Tracer) -> None:
@@ -250,7 +250,7 @@ class OtlpTracing:
             emit=self._span_queue.take,
             monotonic_ns=time.monotonic_ns,
             wall_ns=time.time_ns(),
-            draw_bits=rng.getrandbits,
+            random_bits=rng.getrandbits,
             enter=lambda span: enter(span, self.tracer),
             entered=entered,
         )

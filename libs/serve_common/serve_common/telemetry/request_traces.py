@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from serve_common.config.endpoint import METHODS
-from serve_common.names import ReplicaTag, backend_tag_of
+from serve_common.names import ReplicaTag, parse_backend_tag
 from serve_common.telemetry.spans import Span, SpanKind, SpanRef, Value, cut, parse_traceparent
 from serve_common.telemetry.tracer import Tracer, current_operation, process_tracer
 
@@ -19,7 +19,7 @@ class RequestObserver(Protocol):
         """The request waits from now on: in the router's queue (``replica``), or for NATS to reconnect (``bus``)."""
         ...
 
-    def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
+    def attempt_started(self, replica: ReplicaTag, *, may_queue: bool) -> str:
         """The request is sent to ``replica``; returns the traceparent to send along."""
         ...
 
@@ -57,20 +57,20 @@ class RequestTrace:
             attributes: dict[str, Value] = {"muster.waits_for": why}
             self._wait = self._tracer.child(self.span, "queue", SpanKind.INTERNAL, attributes)
 
-    def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
+    def attempt_started(self, replica: ReplicaTag, *, may_queue: bool) -> str:
         """The request is sent to ``replica``; returns the traceparent to send along."""
         self._end_wait()
         self.attempt_ended(0)
         self._attempts += 1
         if not self._may_add():
             return self.span.traceparent
-        backend_tag = backend_tag_of(replica)
+        backend_tag = parse_backend_tag(replica)
         attributes: dict[str, Value] = {
             "muster.backend_tag": backend_tag,
             "muster.replica_tag": replica,
             "muster.attempt": self._attempts,
         }
-        if is_patient:
+        if may_queue:
             attributes["muster.waits_in_replica"] = True
         self._attempt = self._tracer.child(self.span, f"attempt {backend_tag}", SpanKind.CLIENT, attributes)
         return self._attempt.traceparent
@@ -251,7 +251,7 @@ def _start_span(
     if above is not None:
         return tracer.child(above, name, kind, known)
     if parent is None:
-        return tracer.begin_root(name, kind, known)
+        return tracer.start_root(name, kind, known)
     if not tracer.sampler.decide(parent, parent.trace_id):
         return None
-    return tracer.begin_sampled(name, kind, parent, known, is_parent_remote=is_remote)
+    return tracer.start_sampled(name, kind, parent, known, is_parent_remote=is_remote)

@@ -64,7 +64,7 @@ def may_be_sampled(traceparent: str) -> bool:
     return bool(traceparent) and not traceparent.endswith(_UNSAMPLED_END)
 
 
-def trace_id_of(traceparent: str) -> str:
+def parse_trace_id(traceparent: str) -> str:
     """The trace's id; empty when ``traceparent`` is invalid."""
     ref = parse_traceparent(traceparent) if traceparent else None
     return "" if ref is None else ref.trace_id
@@ -83,7 +83,7 @@ def usable_tracestate(text: str) -> str:
     return joined if len(keys) == len(members) else ""
 
 
-def headers_of_environment(variables: Mapping[str, str]) -> dict[str, str]:
+def headers_from_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Headers for the trace that a program runs in, from its environment; empty when there is none.
 
     Source: OpenTelemetry's "Environment Variables as Context Propagation Carriers", which build servers follow.
@@ -95,7 +95,7 @@ def headers_of_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {TRACEPARENT: ref.traceparent} | ({TRACESTATE: tracestate} if tracestate else {})
 
 
-def tracestate_of(headers: list[tuple[bytes, bytes]]) -> str:
+def parse_tracestate(headers: list[tuple[bytes, bytes]]) -> str:
     """The tracestate in a request's headers (names in lower case); several headers form one list."""
     found = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
     return usable_tracestate(",".join(found)) if found else ""

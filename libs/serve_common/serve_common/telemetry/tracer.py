@@ -83,14 +83,14 @@ class Tracer:
         emit: Callable[[Span], None],
         monotonic_ns: Callable[[], int],
         wall_ns: int,
-        draw_bits: Callable[[int], int],
+        random_bits: Callable[[int], int],
         enter: Callable[[Span], None] = lambda _: None,
         enter_unsampled: Callable[[SpanRef], None] | None = None,
         entered: Callable[[], SpanRef | None] = lambda: None,
     ) -> None:
         """``wall_ns`` is now, since 1970; later times are taken from ``monotonic_ns``, so spans cannot end early.
 
-        ``draw_bits`` gives that many random bits; ``emit`` takes spans that have ended, never waits and never raises.
+        ``random_bits`` gives that many random bits; ``emit`` takes spans that have ended, never waits and never raises.
         ``enter`` makes a span the current one for user code of the running task; ``entered`` returns that span, or a
         child of it that user code has started. ``enter_unsampled`` marks a request as not sampled for user code.
         """
@@ -98,7 +98,7 @@ class Tracer:
         self._emit = emit
         self._monotonic_ns = monotonic_ns
         self._offset_ns = wall_ns - monotonic_ns()
-        self._draw_bits = draw_bits
+        self._draw_bits = random_bits
         self.enter: Final = enter
         self.enter_unsampled = enter_unsampled
         """Marks the running task's request as not sampled for user code; None where that is not needed."""
@@ -120,7 +120,7 @@ class Tracer:
         """A random span id."""
         return f"{self._draw_bits(_SPAN_BITS) or 1:016x}"
 
-    def begin_sampled(
+    def start_sampled(
         self,
         name: str,
         kind: SpanKind,
@@ -148,12 +148,12 @@ class Tracer:
             links=links,
         )
 
-    def begin_root(self, name: str, kind: SpanKind, attributes: dict[str, Value]) -> Span | None:
+    def start_root(self, name: str, kind: SpanKind, attributes: dict[str, Value]) -> Span | None:
         """Start the root span of a new trace; None when it is not sampled."""
         trace_id = self.new_trace_id()
         if not self.sampler.decide(None, trace_id):
             return None
-        return self.begin_sampled(name, kind, None, attributes, trace_id=trace_id)
+        return self.start_sampled(name, kind, None, attributes, trace_id=trace_id)
 
     def child(
         self, of: Span, name: str, kind: SpanKind, attributes: dict[str, Value], *, began_ns: int = 0

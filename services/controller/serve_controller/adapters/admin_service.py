@@ -21,7 +21,7 @@ from nats.errors import Error as NatsError
 from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service, ServiceConfig
 
-from serve_common.api.verbs import COMMANDS, VERBS, WHO_HEADER, sanitized_who
+from serve_common.api.verbs import COMMANDS, VERBS, WHO_HEADER, sanitize_principal
 from serve_common.errors import LimitReached, ServeError
 from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
@@ -195,7 +195,7 @@ def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
 
 def _who(request: MicroRequest) -> str:
     """The caller's name for itself, sanitized."""
-    return sanitized_who((request.headers or {}).get(WHO_HEADER, ""))
+    return sanitize_principal((request.headers or {}).get(WHO_HEADER, ""))
 
 
 async def _respond_error(request: MicroRequest, error: ServeError) -> None:

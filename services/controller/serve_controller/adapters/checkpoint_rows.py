@@ -30,7 +30,7 @@ from serve_controller.core.objects import (
     Revision,
     key_of,
 )
-from serve_controller.core.placement import goal_bytes_of, needs_of
+from serve_controller.core.placement import estimate_goal_bytes, resource_needs
 
 
 class _GoalKindV1(Enum):
@@ -127,7 +127,7 @@ class _Sizes:
     def of(self, tag: BackendTag, version: BackendVersion) -> tuple[dict[str, float], int]:
         key = tag, version.config_version
         if key not in self._found:
-            self._found[key] = needs_of(version), goal_bytes_of(version)
+            self._found[key] = resource_needs(version), estimate_goal_bytes(version)
         return self._found[key]
 
 

@@ -66,7 +66,7 @@ class SnapshotBucket:
     """Implements `serve_controller.ports.Publisher`, and watches the bucket."""
 
     def __init__(self, client: Client, subjects: Subjects, on_bucket: OnBucket) -> None:
-        """``on_bucket`` is called between `watch` and `end_watch`."""
+        """``on_bucket`` is called between `watch` and `stop_watching`."""
         self._client = client
         self._subjects = subjects
         self._on_bucket = on_bucket
@@ -78,7 +78,7 @@ class SnapshotBucket:
         self._watch = BucketWatch(self._client, self._subjects, self._on_entries, self._open)
         self._watch.start()
 
-    async def end_watch(self) -> None:
+    async def stop_watching(self) -> None:
         """Stop reporting the content."""
         if self._watch is not None:
             await self._watch.close()

@@ -21,14 +21,14 @@ from serve_common.telemetry.catalogue.replicas import REPLICA_IN_FLIGHT
 from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
 from serve_controller.adapters.prometheus_api import CONNECTED, HOST, ONGOING, PROXY, QUEUED
 from serve_controller.core.autoscaling.values import LoadSample
-from serve_controller.ports import LoadAsk, LoadSource, Targets
+from serve_controller.ports import LoadRequest, LoadSource, Targets
 
 _BUCKET: Final = f"{REQUEST_SECONDS.name}_bucket"
 VIEWED: Final = (PROXY_INFO.name, HOST, REQUESTS.name, _BUCKET, QUEUE_DEPTH.name, REPLICA_IN_FLIGHT.name)
 """Names of the metrics that a `LoadView` needs."""
 
 
-def sum_up(at: float, pages: Iterable[Sequence[Sample]], unreachable: Sequence[str]) -> LoadView:
+def aggregate_load(at: float, pages: Iterable[Sequence[Sample]], unreachable: Sequence[str]) -> LoadView:
     """Sum up pages into a view. ``at`` is now; requests that matched no route have the empty endpoint tag."""
     requests: defaultdict[str, float] = defaultdict(float)
     errors: defaultdict[str, float] = defaultdict(float)
@@ -111,7 +111,7 @@ class LoadScrape:
         self._is_filled = asyncio.Event()
 
     async def read(
-        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+        self, asks: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         """Read the loads; the first call waits until all targets were scraped twice."""
         without_query = [ask for ask in asks if ask.config.query is None]
@@ -130,7 +130,7 @@ class LoadScrape:
         urls = sorted(targets.urls)
         pages = await asyncio.gather(*(self._scrape(url, VIEWED) for url in urls))
         unreachable = [url for url, page in zip(urls, pages, strict=True) if isinstance(page, str)]
-        return sum_up(now, (page for page in pages if not isinstance(page, str)), unreachable)
+        return aggregate_load(now, (page for page in pages if not isinstance(page, str)), unreachable)
 
     async def close(self) -> None:
         """End sampling and close the connections."""
@@ -141,7 +141,7 @@ class LoadScrape:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    async def _use(self, asks: Sequence[LoadAsk], targets: Targets) -> None:
+    async def _use(self, asks: Sequence[LoadRequest], targets: Targets) -> None:
         self._urls = targets.urls
         self._keep_s = max(
             self._keep_s,
@@ -271,7 +271,7 @@ class LoadSources:
         """The reasons logged last."""
 
     async def read(
-        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+        self, asks: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         """Read the loads from Prometheus; those that it lacks are scraped."""
         if self._prometheus is None:
@@ -290,7 +290,7 @@ class LoadSources:
             await self._prometheus.close()
         await self._scrape.close()
 
-    def _needs_scrape(self, ask: LoadAsk, reading: LoadSample, now: float) -> bool:
+    def _needs_scrape(self, ask: LoadRequest, reading: LoadSample, now: float) -> bool:
         """Whether to scrape the load of this backend because Prometheus lacked it lately."""
         until = now + _REMEMBERED_INTERVALS * ask.config.metrics_interval_s
         known = self._known.get(ask.backend_tag)

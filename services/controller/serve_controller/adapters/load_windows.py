@@ -14,7 +14,7 @@ from serve_common.config.autoscaling import AggregationFunction
 from serve_common.names import BackendTag
 from serve_controller.adapters.prometheus_api import CONNECTED, HOST, ONGOING, PROXY, QUEUED
 from serve_controller.adapters.prometheus_coverage import Process
-from serve_controller.core.autoscaling.values import LoadAsk, LoadSample, unmeasured
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, unmeasured
 
 _LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _ESCAPE: Final = re.compile(r"\\(.)")
@@ -285,7 +285,7 @@ class LoadEvaluation:
         self._known: dict[tuple[object, ...], _Window | str] = {}
         self._moments: dict[float, list[Between]] = {}
 
-    def reading(self, ask: LoadAsk, wall_now: float) -> LoadSample:
+    def reading(self, ask: LoadRequest, wall_now: float) -> LoadSample:
         """The load of one backend; ``wall_now`` is the current time in seconds since 1970."""
         if ask.config.query is not None:
             return LoadSample(
@@ -317,14 +317,14 @@ class LoadEvaluation:
             over_s=seen.length_s,
         )
 
-    def _window(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Window | str:
+    def _window(self, ask: LoadRequest, wanted_s: float, wall_now: float) -> _Window | str:
         key = (wanted_s, ask.proxies, ask.hosts)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._find_window(ask, wanted_s, wall_now)
         return found
 
-    def _find_window(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Window | str:
+    def _find_window(self, ask: LoadRequest, wanted_s: float, wall_now: float) -> _Window | str:
         expected = [Process("proxy", name) for name in ask.proxies]
         expected += [Process("host", name) for name in ask.hosts]
         if not expected:

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, ProxyId
 from serve_common.ports import Clock
-from serve_common.runtime.operations import family_of
+from serve_common.runtime.operations import build_family
 from serve_common.telemetry.catalogue.controllers import (
     CHECKPOINT_SECONDS,
     CONTROLLER_RECONNECTS,
@@ -80,22 +80,22 @@ class AutoscalingCollector(Collector):
         ]
         yield from _limits(backends)
         yield from _findings(dict(term.autoscaling), self._clock.now())
-        decisions, wakeups = family_of(DECISIONS), family_of(WAKEUPS)
+        decisions, wakeups = build_family(DECISIONS), build_family(WAKEUPS)
         for tag, (verdicts, count) in autoscaler.counts().items():
             for verdict in ScalingDecisionKind:
                 decisions.add_metric([tag, verdict.value], verdicts.get(verdict.value, 0))
             wakeups.add_metric([tag], count)
         yield decisions
         yield wakeups
-        readings = family_of(READINGS)
+        readings = build_family(READINGS)
         for (source, outcome), count in list(autoscaler.readings.items()):
             readings.add_metric([source, outcome], count)
         yield readings
 
 
 def _limits(backends: Iterable[Backend]) -> Iterable[Metric]:
-    target, paused = family_of(TARGET_REPLICAS), family_of(PAUSED)
-    low, high = family_of(MIN_REPLICAS), family_of(MAX_REPLICAS)
+    target, paused = build_family(TARGET_REPLICAS), build_family(PAUSED)
+    low, high = build_family(MIN_REPLICAS), build_family(MAX_REPLICAS)
     for backend in backends:
         config = backend.target.backend_config.autoscaling_config
         assert config is not None
@@ -108,8 +108,8 @@ def _limits(backends: Iterable[Backend]) -> Iterable[Metric]:
 
 
 def _findings(statuses: Mapping[BackendTag, ScalingStatus], now: float) -> Iterable[Metric]:
-    seen, wanted = family_of(SEEN_REQUESTS), family_of(WANTED_REPLICAS)
-    age, verdict = family_of(DATA_AGE), family_of(VERDICT)
+    seen, wanted = build_family(SEEN_REQUESTS), build_family(WANTED_REPLICAS)
+    age, verdict = build_family(DATA_AGE), build_family(VERDICT)
     for tag, status in statuses.items():
         decision = status.decision
         if decision.seen is not None:
@@ -192,34 +192,34 @@ def _histogram(spec: MetricSpec, registry: CollectorRegistry) -> Histogram:
 
 
 def _single(spec: MetricSpec, value: float) -> Metric:
-    gauge = family_of(spec)
+    gauge = build_family(spec)
     gauge.add_metric([], value)
     return gauge
 
 
 def _replicas(checkpoint: Checkpoint) -> Metric:
-    gauge = family_of(REPLICAS)
+    gauge = build_family(REPLICAS)
     for row in count_replicas(checkpoint):
         gauge.add_metric([row.backend_tag, row.state], row.count)
     return gauge
 
 
 def _replicas_wanted(checkpoint: Checkpoint) -> Metric:
-    gauge = family_of(REPLICAS_WANTED)
+    gauge = build_family(REPLICAS_WANTED)
     for tag, backend in checkpoint.backends.items():
         gauge.add_metric([tag], backend.num_wanted)
     return gauge
 
 
 def _goals(goals: list[Goal]) -> Metric:
-    gauge = family_of(GOALS)
+    gauge = build_family(GOALS)
     for status in GoalStatus:
         gauge.add_metric([status.value], sum(goal.status is status for goal in goals))
     return gauge
 
 
 def _goals_ended(ended: Mapping[GoalStatus, int]) -> Metric:
-    counter = family_of(GOALS_ENDED)
+    counter = build_family(GOALS_ENDED)
     for status in GoalStatus:
         if status is not GoalStatus.PENDING:
             counter.add_metric([status.value], ended.get(status, 0))
@@ -227,7 +227,7 @@ def _goals_ended(ended: Mapping[GoalStatus, int]) -> Metric:
 
 
 def _hosts(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:
-    gauge = family_of(HOSTS)
+    gauge = build_family(HOSTS)
     host_ids = {*checkpoint.hosts, *observed.hosts}
     counts = Tally(host_status(observed, host_id, now) for host_id in host_ids)
     for status in HostStatus:
@@ -236,7 +236,7 @@ def _hosts(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metri
 
 
 def _proxies(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:
-    gauge = family_of(PROXIES)
+    gauge = build_family(PROXIES)
     counts = Tally(
         _proxy_status(observed, proxy_id, now) for proxy_id in {*checkpoint.proxies, *observed.proxies}
     )

@@ -94,7 +94,7 @@ class WakeSubscription:
     def _dispatch(self, message: Msg) -> None:
         try:
             wake = msgspec.json.decode(message.data, type=Wake)
-            _check_woken(wake, self._subjects.backend_of_wake(message.subject))
+            _check_woken(wake, self._subjects.parse_wake_backend(message.subject))
         except (*UNREADABLE, BadField) as error:
             self._refused.refuse("wake", message.subject, error)
             return
@@ -162,20 +162,20 @@ class Listener(Protocol):
         """Receive a report."""
         ...
 
-    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+    def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Receive revision and snapshot id by key (None: removed); with ``whole`` the bucket's whole content."""
         ...
 
-    def hear_leader(self, notice: LeaderNotice) -> None:
+    def on_leader_notice(self, notice: LeaderNotice) -> None:
         """Receive the notice of a new leader."""
         ...
 
-    def hear_wake(self, wake: Wake) -> None:
+    def on_wake_message(self, wake: Wake) -> None:
         """Receive a wake message: requests wait for a backend without replicas."""
         ...
 
     def sleeping(self) -> Iterable[BackendTag]:
-        """Backends that `hear_wake` could wake."""
+        """Backends that `on_wake_message` could wake."""
         ...
 
 
@@ -214,7 +214,7 @@ class NatsBus:
             await subscribe(self._subjects.proxy_reports, cb=self._report_handler(ProxyReport))
             await subscribe(self._subjects.leader, cb=self._on_leader_notice)
             self._wakes = WakeSubscription(
-                self._client, self._subjects, self._refused, listener.hear_wake, listener.sleeping
+                self._client, self._subjects, self._refused, listener.on_wake_message, listener.sleeping
             )
             await self._wakes.open()
         except (NatsError, OSError, TimeoutError) as error:
@@ -262,15 +262,15 @@ class NatsBus:
             self._refused.refuse("leader_notice", message.subject, error)
             return
         if self._listener is not None:
-            self._listener.hear_leader(notice)
+            self._listener.on_leader_notice(notice)
 
     def _on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         if whole:
             self._is_bucket_known.set()
         if self._listener is not None:
-            self._listener.hear_bucket(entries, whole=whole)
+            self._listener.on_bucket_entries(entries, whole=whole)
 
-    async def begin_term(self, notice: LeaderNotice) -> None:
+    async def start_term(self, notice: LeaderNotice) -> None:
         """Announce the leader, watch the bucket and accept admin calls; retries while NATS is unavailable."""
         assert self._service is not None
         self._events = EventStream(self._client, self._subjects)
@@ -307,7 +307,7 @@ class NatsBus:
 
     async def end_term(self) -> None:
         """Stop accepting admin calls, watching the bucket and publishing events."""
-        await self._bucket.end_watch()
+        await self._bucket.stop_watching()
         if self._service is not None:
             await self._service.withdraw()
         if self._events is not None:

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from yarl import URL
 
-from serve_common.runtime.operations import family_of
+from serve_common.runtime.operations import build_family
 from serve_common.telemetry.catalogue.nats_servers import (
     JETSTREAM_CONSUMERS,
     JETSTREAM_ERRORS,
@@ -275,7 +275,7 @@ class NatsServersCollector(Collector):
         """All metric families that have values."""
         readings = self._readings()
         for spec in NATS_METRICS:
-            family = family_of(spec)
+            family = build_family(spec)
             for reading in readings:
                 known = {NATS_UP: 0.0} if reading.values is None else {NATS_UP: 1.0, **reading.values}
                 if spec in known:

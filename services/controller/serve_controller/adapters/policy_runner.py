@@ -207,24 +207,24 @@ class SubprocessPolicies:
         self._app_root = app_root
         self._call_timeout_s = call_timeout_s
         self._children_max = children_max
-        self._homes: dict[str, _PolicyWorker] = {}
+        self._workers: dict[str, _PolicyWorker] = {}
         """By app_dir, the most recently used last."""
         self._tasks = TaskOwner("policies")
 
     async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
         """Call the function in the process of its app_dir. Raises `PolicyFailed`."""
         directory = str(Path(self._app_root, app_dir)) if app_dir else ""
-        worker = self._homes.pop(directory, None) or _PolicyWorker(
+        worker = self._workers.pop(directory, None) or _PolicyWorker(
             directory, self._tasks, self._call_timeout_s
         )
-        self._homes[directory] = worker
+        self._workers[directory] = worker
         self._evict_idle()
         return await worker.run(policy, context)
 
     async def close(self) -> None:
         """Kill all processes."""
-        children = [child for worker in self._homes.values() if (child := worker.end()) is not None]
-        self._homes.clear()
+        children = [child for worker in self._workers.values() if (child := worker.end()) is not None]
+        self._workers.clear()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 for child in children:
@@ -234,12 +234,12 @@ class SubprocessPolicies:
         await self._tasks.close(_CLOSE_TIMEOUT_S)
 
     def _evict_idle(self) -> None:
-        for directory, worker in list(self._homes.items()):
-            if len(self._homes) <= self._children_max:
+        for directory, worker in list(self._workers.items()):
+            if len(self._workers) <= self._children_max:
                 return
             if not worker.is_busy:
                 worker.end()
-                del self._homes[directory]
+                del self._workers[directory]
 
 
 @final

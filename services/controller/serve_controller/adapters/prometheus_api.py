@@ -23,7 +23,7 @@ ANSWER_BYTES_MAX: Final = 32 * 1024 * 1024
 _REASON_LENGTH_MAX: Final = 300
 
 
-class PrometheusAway(Exception):
+class PrometheusUnavailable(Exception):
     """The server cannot be reached, timed out, or its response is not that of a Prometheus; the message says which."""
 
 
@@ -84,7 +84,7 @@ class PrometheusApi:
             await session.close()
 
     async def time(self) -> float:
-        """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, like all queries."""
+        """The server's clock, seconds since 1970. Raises `PrometheusUnavailable` or `QueryRefused`."""
         answer = await self._query("time()", None)
         return float(_SCALAR.decode(answer.result)[1])
 
@@ -127,9 +127,9 @@ class PrometheusApi:
                         # A kept-alive connection to a server that has restarted since.
                         status, body = await self._post(form)
             except TimeoutError as error:
-                raise PrometheusAway(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
+                raise PrometheusUnavailable(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise PrometheusAway(
+                raise PrometheusUnavailable(
                     f"{self.shown}: {_truncated(str(error) or type(error).__name__)}"
                 ) from error
         return self._read(status, body)
@@ -142,14 +142,14 @@ class PrometheusApi:
             async for piece in response.content.iter_any():
                 body += piece
                 if len(body) > ANSWER_BYTES_MAX:
-                    raise PrometheusAway(f"{self.shown} answers more than {ANSWER_BYTES_MAX} bytes")
+                    raise PrometheusUnavailable(f"{self.shown} answers more than {ANSWER_BYTES_MAX} bytes")
             return response.status, bytes(body)
 
     def _read(self, status: int, body: bytes) -> _Result:
         try:
             answer = _ANSWER.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PrometheusAway(
+            raise PrometheusUnavailable(
                 f"{self.shown} answers with status {status}, and not as Prometheus does"
             ) from error
         if answer.status != "success" or answer.data is None:

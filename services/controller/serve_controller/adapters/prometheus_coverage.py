@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, final
 import msgspec
 
 from serve_common.config.autoscaling import AggregationFunction
-from serve_controller.core.autoscaling.values import LoadAsk
+from serve_controller.core.autoscaling.values import LoadRequest
 
 GAP_INTERVALS: Final = 3.2
 """Scrape intervals between two scrapes beyond which there is a break; fewer mean one or two failed scrapes."""
@@ -242,7 +242,7 @@ class Group(NamedTuple):
 class CoveredQuery(NamedTuple):
     """A load request and the windows to query for it."""
 
-    ask: LoadAsk
+    ask: LoadRequest
     group: Group
     newest_at: float
 
@@ -256,7 +256,7 @@ class WindowChooser:
         self._now = now
         self._known: dict[tuple[object, ...], Window | str] = {}
 
-    def place(self, ask: LoadAsk) -> CoveredQuery | str:
+    def place(self, ask: LoadRequest) -> CoveredQuery | str:
         interval_s = self._coverage.interval_s
         if interval_s is not None and interval_s > _INTERVAL_MAX_S:
             return f"Prometheus scrapes every {interval_s:.0f} s, more than {_INTERVAL_MAX_S:.0f} s"
@@ -269,7 +269,7 @@ class WindowChooser:
             ask, Group(seen.length_s, burst_s, ask.config.aggregation_function), seen.newest_at
         )
 
-    def _window(self, ask: LoadAsk, wanted_s: float) -> Window | str:
+    def _window(self, ask: LoadRequest, wanted_s: float) -> Window | str:
         key = (wanted_s, ask.proxies, ask.hosts)
         found = self._known.get(key)
         if found is None:

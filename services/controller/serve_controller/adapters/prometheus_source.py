@@ -20,7 +20,7 @@ from serve_controller.adapters.prometheus_api import (
     QUEUED,
     Element,
     PrometheusApi,
-    PrometheusAway,
+    PrometheusUnavailable,
     QueryRefused,
     count_of,
     extreme_of,
@@ -39,7 +39,7 @@ from serve_controller.adapters.prometheus_coverage import (
     WindowChooser,
 )
 from serve_controller.core.autoscaling.values import LoadSample, unmeasured
-from serve_controller.ports import LoadAsk, Targets
+from serve_controller.ports import LoadRequest, Targets
 
 SOURCE: Final = "prometheus"
 
@@ -83,7 +83,7 @@ class Rates:
         self._known: dict[str, _Loads] = {}
 
     async def of(self, group: Group) -> Found:
-        """Query the loads over the windows of a group. Raises `PrometheusAway` or `QueryRefused`."""
+        """Query the loads over the windows of a group. Raises `PrometheusUnavailable` or `QueryRefused`."""
         ongoing = await self._loads(mean_of(ONGOING, self._selector, group.window_s))
         queued = await self._loads(mean_of(QUEUED, self._selector, group.window_s))
         seen = _sum(ongoing, queued)
@@ -142,7 +142,7 @@ _LOADS_DEADLINE_S: Final = 6.0
 _QUERIES_DEADLINE_S: Final = 6.0
 """Timeout of all users' queries of one evaluation together, seconds."""
 _SLOW_S: Final = 1.0
-_REST_S: Final = 5.0
+_BACKOFF_S: Final = 5.0
 """Seconds without queries after a server failed slowly (`_SLOW_S`), because evaluations wait for one another."""
 _BATCH: Final = 500
 """Backends between two turns of the event loop."""
@@ -168,7 +168,7 @@ class PrometheusSource:
 
     async def read(
         self,
-        asks: Sequence[LoadAsk],
+        asks: Sequence[LoadRequest],
         targets: Targets,  # noqa: ARG002 - of the port
         now: float,
     ) -> Mapping[BackendTag, LoadSample]:
@@ -190,10 +190,10 @@ class PrometheusSource:
                 )
         except TimeoutError:
             pass  # the missing samples get a reason below
-        except (PrometheusAway, QueryRefused) as error:
+        except (PrometheusUnavailable, QueryRefused) as error:
             why = f"Prometheus: {error}"
         if coverage is None and loop.time() - began_at >= _SLOW_S:
-            self._backoff_until, self._backoff_reason = loop.time() + _REST_S, why
+            self._backoff_until, self._backoff_reason = loop.time() + _BACKOFF_S, why
         if coverage is not None:
             queries = [ask for ask in asks if ask.config.query is not None]
             readings |= await self._read_queries(queries, coverage, now)
@@ -205,7 +205,7 @@ class PrometheusSource:
 
     # -- scraped processes ----------------------------------------------------------------------------------------
 
-    async def _read_coverage(self, asks: Sequence[LoadAsk], at: float) -> Coverage:
+    async def _read_coverage(self, asks: Sequence[LoadRequest], at: float) -> Coverage:
         windows = {ask.config.look_back_period_s for ask in asks}
         known_s = self._interval_s
         horizon_s = max(min(max(windows) + 3 * (known_s or 0.0), _HORIZON_MAX_S), _HORIZON_MIN_S)
@@ -252,12 +252,12 @@ class PrometheusSource:
 
     async def _read_loads(
         self,
-        asks: Sequence[LoadAsk],
+        asks: Sequence[LoadRequest],
         coverage: Coverage,
         now: float,
         readings: dict[BackendTag, LoadSample],
     ) -> None:
-        """Fill in ``readings``; samples read before it raises `PrometheusAway` stay."""
+        """Fill in ``readings``; samples read before it raises `PrometheusUnavailable` stay."""
         measured = await self._measured(asks, coverage)
         groups: defaultdict[Group, list[CoveredQuery]] = defaultdict(list)
         placer = WindowChooser(coverage, now)
@@ -285,7 +285,7 @@ class PrometheusSource:
                     placed, now - (coverage.at - placed.newest_at)
                 )
 
-    async def _measured(self, asks: Sequence[LoadAsk], coverage: Coverage) -> dict[str, int]:
+    async def _measured(self, asks: Sequence[LoadRequest], coverage: Coverage) -> dict[str, int]:
         """Number of replicas of each backend on the hosts' metrics pages."""
         if not any(ask.num_replicas for ask in asks):
             return {}
@@ -296,7 +296,7 @@ class PrometheusSource:
     # -- users' queries -------------------------------------------------------------------------------------------
 
     async def _read_queries(
-        self, asks: Sequence[LoadAsk], coverage: Coverage, now: float
+        self, asks: Sequence[LoadRequest], coverage: Coverage, now: float
     ) -> dict[BackendTag, LoadSample]:
         expressions: dict[BackendTag, str] = {}
         readings: dict[BackendTag, LoadSample] = {}
@@ -329,7 +329,7 @@ class PrometheusSource:
         async def ask(expression: str) -> None:
             try:
                 answers[expression] = await self._api.number(expression, at)
-            except (PrometheusAway, QueryRefused) as error:
+            except (PrometheusUnavailable, QueryRefused) as error:
                 answers[expression] = f"Prometheus: {error}"
 
         try:

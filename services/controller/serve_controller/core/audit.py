@@ -44,7 +44,7 @@ Side: TypeAlias = dict[str, Any] | None
 """Objects by kind and name ("backend default/a"), None for a missing one; None in all if nothing is logged."""
 
 
-def audit_of(before: Checkpoint, changes: ObjectChanges) -> tuple[Side, Side]:
+def audit_values(before: Checkpoint, changes: ObjectChanges) -> tuple[Side, Side]:
     """What ``changes`` do to user-visible objects, as (old, new) with the same keys, as far as the limits allow."""
     changed: list[tuple[Key, CheckpointObject | None]] = [(key_of(value), value) for value in changes.puts]
     changed += [(key, None) for key in changes.deletes]
@@ -136,9 +136,7 @@ def _size(value: Any) -> int:
 
 Name = TypeVar("Name", bound=str)
 
-HEARD_BY_REPLICAS: Final = frozenset(BackendConfig.__struct_fields__) & frozenset(
-    ReplicaGoal.__struct_fields__
-)
+REPLICA_OPTIONS: Final = frozenset(BackendConfig.__struct_fields__) & frozenset(ReplicaGoal.__struct_fields__)
 """Options that running replicas must apply; a change of any other one reaches no replica."""
 _UNSHOWN: Final = frozenset({"user_config", "init_args", "init_kwargs", "runtime_env"})
 """Fields whose values are not shown: they may be large or secret."""
@@ -193,13 +191,13 @@ def code_change(before: BackendVersion, after: BackendVersion) -> str:
 
 def config_change(before: BackendVersion, after: BackendVersion) -> str:
     """Why replicas of ``before`` are reconfigured."""
-    fields = changed_fields(before.backend_config, after.backend_config, HEARD_BY_REPLICAS)
+    fields = changed_fields(before.backend_config, after.backend_config, REPLICA_OPTIONS)
     return ", ".join(fields) or "a newer configuration"
 
 
 def light_changes(before: BackendConfig, after: BackendConfig) -> list[str]:
     """Changed options that reach no replica, except ``num_replicas``."""
-    light = frozenset(BackendConfig.__struct_fields__) - HEARD_BY_REPLICAS - {"num_replicas"}
+    light = frozenset(BackendConfig.__struct_fields__) - REPLICA_OPTIONS - {"num_replicas"}
     return changed_fields(before, after, light)
 
 
@@ -208,7 +206,7 @@ def http_changes(before: HttpOptions, after: HttpOptions) -> list[str]:
     return changed_fields(before, after)
 
 
-def shown_traffic(traffic: Iterable[tuple[str, float]]) -> str:
+def format_traffic(traffic: Iterable[tuple[str, float]]) -> str:
     """Where requests go: ``default/a 70 %, default/b 30 %``."""
     return ", ".join(f"{tag} {100 * share:g} %" for tag, share in sorted(traffic)) or "nowhere"
 
@@ -223,7 +221,7 @@ def endpoint_changes(before: EndpointConfig, after: EndpointConfig) -> list[str]
         ("shadows", before.shadows, after.shadows),
     ):
         if old != new:
-            texts.append(f"{name} {shown_traffic(old.items())} → {shown_traffic(new.items())}")
+            texts.append(f"{name} {format_traffic(old.items())} → {format_traffic(new.items())}")
     return texts + changed_fields(before.options, after.options)
 
 

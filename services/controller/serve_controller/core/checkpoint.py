@@ -9,7 +9,7 @@ import msgspec
 from immutables import Map
 
 from serve_common.api.views import GoalStatus
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, backend_tag_of
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_backend_tag
 from serve_controller.core.objects import (
     Application,
     Backend,
@@ -270,7 +270,7 @@ class Checkpoint(Indices):
                 tag, _, number = name.rpartition("@")
                 return self.revisions.get(BackendTag(tag), Map()).get(int(number))
             case ObjectKind.REPLICA:
-                return self.replicas_of(backend_tag_of(ReplicaTag(name))).get(ReplicaTag(name))
+                return self.replicas_of(parse_backend_tag(ReplicaTag(name))).get(ReplicaTag(name))
             case ObjectKind.GOAL:
                 return self.goals.get(GoalId(name))
             case ObjectKind.HOST:

@@ -32,7 +32,7 @@ from serve_controller.core.observed import (
     HostObserved,
     ObservedState,
     ProxyObserved,
-    has_come,
+    has_passed,
     host_status,
     is_proxy_live,
     silent_at,
@@ -64,7 +64,7 @@ Subject = tuple[str, str]
 """Subject of a due check: ``backend``, ``host_goal``, ``host`` or ``proxy``, and its name."""
 
 
-def of_host_report(before: HostObserved | None, after: HostObserved) -> DirtySet:
+def dirty_by_host_report(before: HostObserved | None, after: HostObserved) -> DirtySet:
     """Objects that a host's newest report may affect."""
     host_id = after.report.host_id
     if before is None or before.report.incarnation != after.report.incarnation:
@@ -77,7 +77,7 @@ def of_host_report(before: HostObserved | None, after: HostObserved) -> DirtySet
     return DirtySet(hosts=frozenset({host_id}), has_room=gained)
 
 
-def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> DirtySet:
+def dirty_by_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> DirtySet:
     """Objects that a proxy's newest report may affect."""
     if before is None:
         return DirtySet(proxies=frozenset({after.report.proxy_id}), goals=True)
@@ -88,7 +88,7 @@ def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> Dirty
     return DirtySet(goals=True) if has_progress else NOTHING
 
 
-def of_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) -> DirtySet:
+def dirty_by_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) -> DirtySet:
     """Objects that recorded changes may affect."""
     backends: set[BackendTag] = set()
     endpoints: set[EndpointTag] = set()
@@ -180,7 +180,7 @@ class SilenceDetector:
         known = observed.hosts.get(host_id)
         for after_s in (HOST_SUSPECT_AFTER_S, HOST_LOST_AFTER_S):
             at = silent_at(observed, known, after_s)
-            if at is not None and not has_come(observed, at, now):
+            if at is not None and not has_passed(observed, at, now):
                 self._schedule(at, ("host", host_id), now, due_checks)
                 break
         if self._hosts.get(host_id) is status:
@@ -194,14 +194,14 @@ class SilenceDetector:
         """Check one proxy now, and schedule the next check."""
         is_live = is_proxy_live(observed, proxy_id, now)
         at = silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S)
-        if at is not None and not has_come(observed, at, now):
+        if at is not None and not has_passed(observed, at, now):
             self._schedule(at, ("proxy", proxy_id), now, due_checks)
         if self._proxies.get(proxy_id) is is_live:
             return NOTHING
         self._proxies[proxy_id] = is_live
         return DirtySet(proxies=frozenset({proxy_id}), goals=True)
 
-    def take_doubtful(self) -> set[Subject]:
+    def pop_unverified(self) -> set[Subject]:
         """Remove and return the subjects to check after a round trip over the bus."""
         doubtful, self._doubtful = self._doubtful, set()
         return doubtful

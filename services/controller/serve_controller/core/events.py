@@ -15,8 +15,8 @@ from serve_common.names import (
     GoalId,
     HostId,
     ReplicaTag,
-    backend_tag_of,
     deployment_tag,
+    parse_backend_tag,
 )
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
@@ -249,7 +249,7 @@ class _EventCollector:
             self._add((_BACKEND, name, 0), "backend", "deleted", "its last replica is gone")
         elif kind is ObjectKind.REPLICA:
             tag = ReplicaTag(name)
-            replica = self._before.replicas_of(backend_tag_of(tag)).get(tag)
+            replica = self._before.replicas_of(parse_backend_tag(tag)).get(tag)
             if replica is not None:
                 self._replica(replica, ReplicaState.STOPPED, self._texts.end_text(replica))
 
@@ -357,7 +357,7 @@ def _about(subject: str, checkpoint: Checkpoint) -> Callable[[EventView], bool]:
         if event.subject in names or event.goal_id == subject:
             return True
         if event.kind == "replica":
-            return backend_tag_of(ReplicaTag(event.subject)) in names
+            return parse_backend_tag(ReplicaTag(event.subject)) in names
         if event.kind == "goal":
             goal = checkpoint.goals.get(GoalId(event.subject))
             return goal is not None and (goal.subject in names or not owned.isdisjoint(goal.owns))

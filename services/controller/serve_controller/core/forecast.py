@@ -17,12 +17,12 @@ from serve_controller.core.audit import (
     code_change,
     config_change,
     endpoint_changes,
+    format_traffic,
     light_changes,
-    shown_traffic,
 )
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.events import cut
-from serve_controller.core.goals.scope import left_out_by
+from serve_controller.core.goals.scope import deployments_removed_by
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,
@@ -91,7 +91,7 @@ def _endpoints(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
                 "" if route is None else f", and with it its route {route}"
             )
         elif known is None:
-            sends = shown_traffic(endpoint.target.traffic.items())
+            sends = format_traffic(endpoint.target.traffic.items())
             yield f"the endpoint {tag} is made{_at_route(endpoint.target)}: it sends to {sends}"
         elif texts := endpoint_changes(known.target, endpoint.target):
             yield f"the endpoint {tag} changes: {'; '.join(texts)}"
@@ -180,7 +180,7 @@ def _dropped(before: Checkpoint, after: Checkpoint) -> dict[BackendTag, str]:
         application = after.applications.get(name)
         goal = None if application is None else after.pending.get(application.goal_id)
         if goal is not None:
-            dropped.update(dict.fromkeys(left_out_by(after, goal), name))
+            dropped.update(dict.fromkeys(deployments_removed_by(after, goal), name))
     return dropped
 
 

@@ -13,7 +13,7 @@ from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
 from serve_common.config.replica import ReplicaConfig
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_ordinal
 from serve_common.protocol.snapshots import Snapshot
 
 
@@ -218,7 +218,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ordinal(self) -> int:
         """The number in its tag: younger replicas have higher ones."""
-        return ordinal_of(self.replica_tag)
+        return parse_ordinal(self.replica_tag)
 
 
 class GoalKind(Enum):
@@ -263,8 +263,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     goal_id: GoalId = GoalId("")
     """Goal of the newest `drain_host`; empty for none."""
     holder: str = ""
-    """Digest (`observed.holder_of`) of the incarnation that owns the id: a new leader refuses any other one while that
-    lives. Empty until it is recorded."""
+    """Digest (`observed.holder_digest`) of the incarnation that owns the id: a new leader refuses any other one while
+    that lives. Empty until it is recorded."""
     adopted_epoch: int = 0
     """The `Counters.restored_epoch` after which the replicas that the host ran by lost goals were adopted; 0 for none.
     Those not adopted may have been stopped since."""

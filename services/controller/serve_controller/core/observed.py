@@ -95,7 +95,7 @@ def observe_host(observed: ObservedState, report: HostReport, now: float, holder
     if _is_late(observed, report, known, now):
         return observed
     sent, sent_at = None, 0.0
-    if known is None or not is_same_life(report, known.report):
+    if known is None or not is_same_incarnation(report, known.report):
         _check_free(observed, report, known, holder, now)
         _check_limit(observed.hosts, report.host_id)
     else:
@@ -128,12 +128,12 @@ def _host_observed(
     )
 
 
-def holder_of(report: HostReport | ProxyReport) -> str:
+def holder_digest(report: HostReport | ProxyReport) -> str:
     """The recorded holder of an id: a digest of the incarnation, a secret that authenticates reports."""
     return hashlib.blake2b(report.incarnation.encode(), digest_size=16).hexdigest()
 
 
-def is_same_life(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
+def is_same_incarnation(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
     """Whether both are of one incarnation; the start time must match too."""
     return report.incarnation == known.incarnation and report.started_at == known.started_at
 
@@ -147,7 +147,7 @@ def _is_late(
     """Whether a newer report is known, of the same incarnation or of a later one that leaves."""
     if known is None:
         return False
-    if is_same_life(report, known.report):
+    if is_same_incarnation(report, known.report):
         return report.sequence < known.report.sequence
     return (
         known.report.leaving
@@ -169,7 +169,7 @@ def _check_free(
     is silent, start times do not matter: a machine's clock may have been set back.
     """
     has_left = known is not None and known.report.leaving and known.heard_at <= now
-    is_free = has_left or (known is None and holder in ("", holder_of(report)))
+    is_free = has_left or (known is None and holder in ("", holder_digest(report)))
     if not is_free and not _is_silent(observed, known, HOST_SUSPECT_AFTER_S, now):
         raise HeldByAnother(report.host_id if isinstance(report, HostReport) else report.proxy_id)
 
@@ -186,7 +186,7 @@ def observe_proxy(
     known = observed.proxies.get(report.proxy_id)
     if _is_late(observed, report, known, now):
         return observed
-    if known is None or not is_same_life(report, known.report):
+    if known is None or not is_same_incarnation(report, known.report):
         _check_free(observed, report, known, holder, now)
         _check_limit(observed.proxies, report.proxy_id)
     proxy = ProxyObserved(report=report, heard_at=now)
@@ -209,7 +209,7 @@ def observe_bucket(observed: ObservedState, bucket: Map[str, int] | None) -> Obs
     return msgspec.structs.replace(observed, bucket=bucket)
 
 
-def forget_silent(observed: ObservedState, now: float) -> ObservedState:
+def drop_silent(observed: ObservedState, now: float) -> ObservedState:
     """Drop hosts and proxies that were silent for `FORGET_AFTER_S`, so that the state stays bounded."""
     hosts, proxies = observed.hosts, observed.proxies
     for host_id, host in observed.hosts.items():
@@ -231,7 +231,7 @@ def observe_round_trip(observed: ObservedState, started_at: float) -> ObservedSt
     return msgspec.structs.replace(observed, received_until=started_at)
 
 
-def has_come(observed: ObservedState, at: float, now: float) -> bool:
+def has_passed(observed: ObservedState, at: float, now: float) -> bool:
     """Whether ``at`` has passed and everything sent before it has been received."""
     return min(now, observed.received_until) >= at
 
@@ -241,7 +241,7 @@ def _is_silent(
 ) -> bool:
     """Whether `silent_at` has passed. Uses the same sum: other rounding would miss the due time."""
     at = silent_at(observed, known, after_s)
-    return at is not None and has_come(observed, at, now)
+    return at is not None and has_passed(observed, at, now)
 
 
 def silent_at(

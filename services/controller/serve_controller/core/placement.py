@@ -28,14 +28,16 @@ NO_PEER_VERSIONS: Final[Mapping[BackendTag, int]] = {}
 Rank = tuple[float, float, HostId]
 
 
-def needs_of(version: BackendVersion) -> dict[str, float]:
+def resource_needs(version: BackendVersion) -> dict[str, float]:
     """Resources that one replica of this version takes from its host, by Ray's names."""
     options = version.replica_config.ray_actor_options
     needs = {"CPU": options.num_cpus, "GPU": options.num_gpus, "memory": options.memory, **options.resources}
     return {name: amount for name, amount in needs.items() if amount > 0}
 
 
-def goal_bytes_of(version: BackendVersion, companions: Mapping[BackendTag, int] = NO_PEER_VERSIONS) -> int:
+def estimate_goal_bytes(
+    version: BackendVersion, companions: Mapping[BackendTag, int] = NO_PEER_VERSIONS
+) -> int:
     """Bytes that one replica of this version takes of its host's goal."""
     user_values = (version.replica_config, version.backend_config.user_config, companions)
     return _GOAL_BYTES_EACH + len(msgspec.json.encode(user_values))
@@ -82,7 +84,7 @@ class Ledger:
         """A `Placer` for many replicas of one version."""
         return Placer(self, self._draft, tag, version, companions)
 
-    def how_many_fit(self, version: BackendVersion, tag: BackendTag, limit: int) -> int:
+    def count_fitting(self, version: BackendVersion, tag: BackendTag, limit: int) -> int:
         """How many more replicas could be placed now, at most ``limit``."""
         placer = self.placer(tag, version)
         count = 0
@@ -109,7 +111,7 @@ class Ledger:
         per_host = version.backend_config.max_replicas_per_host
         if per_host is not None and self.count_on(tag, host_id) - len(leaving) >= per_host:
             return False
-        return fits(free, needs_of(version))
+        return fits(free, resource_needs(version))
 
     def count_on(self, tag: BackendTag, host_id: HostId) -> int:
         """Number of a backend's replicas on a host, including those that are still stopping."""
@@ -119,7 +121,7 @@ class Ledger:
         """Why no host has capacity, for people."""
         if not self.hosts:
             return "waits for a replica host: none is live"
-        needs = needs_of(version)
+        needs = resource_needs(version)
         frees = [self.free(host_id) for host_id in self.hosts]
         lacking = []
         for name, amount in sorted(needs.items()):
@@ -155,8 +157,8 @@ class Placer:
     ) -> None:
         """Ranks every host once."""
         config: BackendConfig = version.backend_config
-        self.needs = needs_of(version)
-        self.goal_bytes = goal_bytes_of(version, companions)
+        self.needs = resource_needs(version)
+        self.goal_bytes = estimate_goal_bytes(version, companions)
         self._units = {name: in_units(amount) for name, amount in self.needs.items()}
         self._rank: Callable[[int, int, HostId], Rank] = (
             _pack_rank if config.placement is Placement.PACK else _spread_rank

@@ -13,24 +13,30 @@ from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import ENDPOINTS, backend_key, endpoint_key, parse_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.dirty_set import EVERYTHING, DirtySet, of_changes
-from serve_controller.core.goals.progress import fail_if_hopeless, succeed_where_reached
+from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
+from serve_controller.core.goals.progress import complete_reached_goals, fail_after_retries
 from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.host_goals import DueTime, Fault, SendHostGoal, send_host_goals
 from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, ProxyRecord, number_of
-from serve_controller.core.observed import HostStatus, ObservedState, holder_of, host_status, is_proxy_live
+from serve_controller.core.observed import (
+    HostStatus,
+    ObservedState,
+    holder_digest,
+    host_status,
+    is_proxy_live,
+)
 from serve_controller.core.placement import Ledger
-from serve_controller.core.replica_reports import follow_reports
+from serve_controller.core.replica_reports import apply_reports
 from serve_controller.core.restored import adopt_replicas
 from serve_controller.core.rollout import look_again_at, roll
 from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import forget_tombstones, renew_snapshots, void_last
 
-FINISHED_KEPT_S = 86_400.0
+FINISHED_RETENTION_S = 86_400.0
 """Least seconds for which a finished goal can be queried."""
-FINISHED_KEPT_MAX = 20_000
+FINISHED_RETAINED_MAX = 20_000
 """Most finished goals; beyond it the oldest are deleted earlier. Their ids still show that they have ended."""
-ENDED_KEPT_MAX = 1_000
+ENDED_RETAINED_MAX = 1_000
 """Most deleted deployments that are still listed."""
 
 
@@ -49,9 +55,9 @@ def _gc_goals(draft: Draft, now: float) -> None:
         (g for g in draft.goals.values() if g.finished_at is not None and g.goal_id not in newest),
         key=lambda g: (g.finished_at or 0.0, number_of(g.goal_id)),
     )
-    surplus = len(finished) - FINISHED_KEPT_MAX
+    surplus = len(finished) - FINISHED_RETAINED_MAX
     for index, goal in enumerate(finished):
-        if index < surplus or now - (goal.finished_at or now) > 2 * FINISHED_KEPT_S:
+        if index < surplus or now - (goal.finished_at or now) > 2 * FINISHED_RETENTION_S:
             draft.delete((ObjectKind.GOAL, goal.goal_id))
 
 
@@ -60,7 +66,7 @@ def _gc_deployments(draft: Draft) -> None:
         (d for d in draft.deployments.values() if d.ended_at is not None),
         key=lambda d: (d.ended_at or 0.0, d.tag),
     )
-    for deployment in ended[: max(0, len(ended) - ENDED_KEPT_MAX)]:
+    for deployment in ended[: max(0, len(ended) - ENDED_RETAINED_MAX)]:
         draft.delete((ObjectKind.DEPLOYMENT, deployment.tag))
 
 
@@ -165,7 +171,7 @@ def reconcile(
     for host_id in sorted(scope.hosts):
         _update_host(draft, observed, host_id)
         scope.backends.update(adopt_replicas(draft, observed, host_id, now))
-    _follow_proxies(draft, observed, scope, now)
+    _update_proxies(draft, observed, scope, now)
     faults = _reconcile_backends(draft, observed, scope, due, epoch=epoch, now=now)
     _drop_deleted(draft, scope, now)
     touched = draft.touched()
@@ -176,7 +182,7 @@ def reconcile(
         scope.backends.union(BackendTag(name) for kind, name in touched if kind is ObjectKind.BACKEND),
     )
     void_last(draft, observed.bucket, epoch)
-    succeed_where_reached(draft, observed, _goals_in(draft, scope), now)
+    complete_reached_goals(draft, observed, _goals_in(draft, scope), now)
     if attention.tidy:
         tidy(draft, observed, now)
     changes = draft.changes()
@@ -192,7 +198,7 @@ def reconcile(
         checkpoint=result,
         actions=(*_bucket_actions(result, observed, scope.keys), *host_actions),
         due=(*due, *host_times),
-        attention=of_changes(checkpoint, result, changes),
+        attention=dirty_by_changes(checkpoint, result, changes),
         faults=(*faults, *host_faults),
     )
 
@@ -224,9 +230,9 @@ def _reconcile_backends(
 
     tags = sorted(scope.backends)
     for tag in tags:
-        guarded(tag, lambda backend: follow_reports(draft, observed, backend, epoch, now))
+        guarded(tag, lambda backend: apply_reports(draft, observed, backend, epoch, now))
     for tag in tags:
-        guarded(tag, lambda backend: fail_if_hopeless(draft, backend, now))
+        guarded(tag, lambda backend: fail_after_retries(draft, backend, now))
     # A failed goal of an application changes its other backends too, before any of them is rolled out.
     scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is ObjectKind.BACKEND)
     if scope.has_room or any(kind is ObjectKind.REPLICA for kind, _ in draft.touched()):
@@ -244,16 +250,16 @@ def _update_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None
         return
     if host_id not in draft.hosts:
         draft.renew_host_goal(host_id)
-    record, holder = draft.hosts[host_id], "" if host.report.leaving else holder_of(host.report)
+    record, holder = draft.hosts[host_id], "" if host.report.leaving else holder_digest(host.report)
     if record.holder != holder:
         draft.put(msgspec.structs.replace(record, holder=holder))
 
 
-def _follow_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: float) -> None:
+def _update_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: float) -> None:
     """Update the records of the proxies that goals wait for."""
     for proxy_id in sorted(scope.proxies):
         is_live, proxy = is_proxy_live(observed, proxy_id, now), observed.proxies.get(proxy_id)
-        holder = None if proxy is None else holder_of(proxy.report)
+        holder = None if proxy is None else holder_digest(proxy.report)
         if is_live and holder is not None:
             draft.put(ProxyRecord(proxy_id=proxy_id, holder=holder))
         elif is_live and proxy_id not in draft.proxies:

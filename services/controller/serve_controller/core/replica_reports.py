@@ -11,7 +11,7 @@ import msgspec
 from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals.progress import fail
-from serve_controller.core.goals.scope import goal_at_stake
+from serve_controller.core.goals.scope import goal_failing_with
 from serve_controller.core.objects import Backend, BackendVersion, ObjectKind, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TransitionEvent, moved
@@ -66,7 +66,7 @@ def stuck_at(backend: Backend, replica: Replica) -> float | None:
             return None
 
 
-def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoch: int, now: float) -> None:
+def apply_reports(draft: Draft, observed: ObservedState, backend: Backend, epoch: int, now: float) -> None:
     """Update the backend's replicas from the reports to the leader of ``epoch``; count failed starts."""
     for tag in sorted(draft.replicas_of(backend.backend_tag)):
         replica = draft.replicas_of(backend.backend_tag)[tag]
@@ -84,7 +84,7 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoc
             continue  # no report yet: nothing is known, so nothing is done
         report = host.replicas.get(replica.replica_tag)
         if report is None:
-            _follow_absence(draft, host, replica, now)
+            _apply_absence(draft, host, replica, now)
         else:
             _apply_report(draft, host, replica, report, epoch=epoch, now=now)
 
@@ -110,7 +110,7 @@ def _apply_stuck(draft: Draft, replica: Replica, now: float) -> None:
     )
 
 
-def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
+def _apply_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
     """A report is complete: a replica that is not in it does not run, unless the host has yet to get its goal."""
     is_goal_pending = host.report.generation < replica.generation
     may_yet_start = replica.state in (ReplicaState.STARTING, ReplicaState.SHOULD_STOP)
@@ -144,14 +144,14 @@ def _apply_report(
     elif _is_config_refused(draft, replica, report):
         _apply_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
-        running = with_event(draft, replica, TransitionEvent.HEARD_RUNNING, now)
+        running = with_event(draft, replica, TransitionEvent.REPORTED_RUNNING, now)
         if running is not None and report.config_version < replica.config_version:
             # A newer configuration was sent before or while it was unhealthy, and is yet to be applied.
             with_event(draft, running, TransitionEvent.RECONFIGURE, now)
     elif status is ReplicaStatus.UNHEALTHY:
-        _follow_unhealthy(draft, replica, report, now)
+        _apply_unhealthy(draft, replica, report, now)
     elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
-        with_event(draft, replica, TransitionEvent.HEARD_CONFIG, now)
+        with_event(draft, replica, TransitionEvent.REPORTED_CONFIG, now)
     elif status is ReplicaStatus.DRAINING and (
         host.report.leaving or host.report.epoch < draft.counters.restored_epoch
     ):
@@ -159,11 +159,11 @@ def _apply_report(
         with_event(draft, replica, TransitionEvent.UNWANTED, now)
 
 
-def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
+def _apply_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
     """Stop routing to an unhealthy replica and replace it. For a young one this counts as a failed start."""
     unhealthy = replica
     if replica.state in ROUTED:
-        marked = with_event(draft, replica, TransitionEvent.HEARD_UNHEALTHY, now)
+        marked = with_event(draft, replica, TransitionEvent.REPORTED_UNHEALTHY, now)
         assert marked is not None
         unhealthy = marked
     backend = draft.backends[replica.backend_tag]
@@ -223,7 +223,7 @@ def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) ->
 
 def _apply_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
     """``reconfigure`` raised: fail the pending change, or without one replace the replica."""
-    goal = goal_at_stake(draft, draft.backends[replica.backend_tag])
+    goal = goal_failing_with(draft, draft.backends[replica.backend_tag])
     if goal is not None:
         fail(draft, goal, report.error or "reconfigure raised", now, of=replica.backend_tag)
     else:

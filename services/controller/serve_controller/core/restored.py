@@ -18,7 +18,7 @@ import msgspec
 
 from serve_common.api.views import EventView
 from serve_common.errors import BadField
-from serve_common.names import BackendTag, GoalId, HostId, ReplicaTag, backend_tag_of
+from serve_common.names import BackendTag, GoalId, HostId, ReplicaTag, parse_backend_tag
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
 from serve_common.protocol.snapshots import HttpSnapshot
 from serve_common.protocol.subjects import HTTP_KEY, parse_key
@@ -32,7 +32,7 @@ from serve_controller.core.observed import (
     ObservedState,
     host_status,
 )
-from serve_controller.core.placement import goal_bytes_of, needs_of
+from serve_controller.core.placement import estimate_goal_bytes, resource_needs
 from serve_controller.core.replica_reports import with_event
 from serve_controller.core.snapshots import put_snapshot
 from serve_controller.core.transitions import TransitionEvent
@@ -40,11 +40,11 @@ from serve_controller.core.transitions import TransitionEvent
 MARGIN: Final = 1_000_000
 """Counters are raised by so much above the highest claim: more than the lost state can have given unreported."""
 EPOCH_MARGIN: Final = 1_000
-LOST_CONFIG_VERSION: Final = 0
+ADOPTED_CONFIG_VERSION: Final = 0
 """Configuration version of adopted replicas; a backend's own versions count from 1."""
 AHEAD_MAX: Final = 1_000_000_000
 """A claim further ahead than this is refused: a forged report must not use up the numbers, which end at 2**63."""
-ROLL_CALL_S: Final = HOST_SUSPECT_AFTER_S + 1.5
+CLAIMS_WAIT_S: Final = HOST_SUSPECT_AFTER_S + 1.5
 """Seconds for which a leader whose store is behind collects claims before it acts: hosts and proxies report every
 second, and restarted ones are accepted once the recorded incarnation counts as silent."""
 _HOLDS: Final = (ReplicaStatus.STARTING, ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
@@ -92,7 +92,7 @@ def _ordinal(tag: ReplicaTag) -> int:
     return number_of(GoalId(f"g{tag.rpartition('#')[2]}"))
 
 
-def claims_of_leader(checkpoint: Checkpoint, epoch: int) -> Claims:
+def get_leader_claims(checkpoint: Checkpoint, epoch: int) -> Claims:
     """The numbers that a leader has given."""
     given = checkpoint.counters
     return Claims(
@@ -104,7 +104,7 @@ def claims_of_leader(checkpoint: Checkpoint, epoch: int) -> Claims:
     )
 
 
-def claims_of_report(report: HostReport | ProxyReport, known: HostObserved | None = None) -> Claims:
+def get_report_claims(report: HostReport | ProxyReport, known: HostObserved | None = None) -> Claims:
     """The claims of a report. Replicas unchanged since ``known``, the same host's former report, are skipped."""
     if isinstance(report, ProxyReport):
         return Claims(snapshot=max(report.applied_snapshot_id, report.http_error_snapshot_id))
@@ -116,20 +116,20 @@ def claims_of_report(report: HostReport | ProxyReport, known: HostObserved | Non
     return Claims(epoch=epoch, generation=report.generation, ordinal=ordinal)
 
 
-def raised_above(counters: Counters, others: Counters | Claims, by: int) -> Counters:
+def raise_counters_above(counters: Counters, others: Counters | Claims, by: int) -> Counters:
     """``counters`` with all set to one number, which is above the highest of both arguments by ``by``."""
     names = ("goal", "ordinal", "generation", "snapshot")
     number = max(getattr(those, name) for those in (counters, others) for name in names) + by
     return msgspec.structs.replace(counters, **dict.fromkeys(names, number))
 
 
-def roll_call_over_at(checkpoint: Checkpoint, observed: ObservedState, now: float) -> float | None:
+def claims_complete_at(checkpoint: Checkpoint, observed: ObservedState, now: float) -> float | None:
     """When all live processes will have reported, at the latest; None while the bus is unavailable."""
     if observed.since is None:
         return None
     unheard = [host_id for host_id in checkpoint.hosts if host_id not in observed.hosts]
     waits_for_host = any(host_status(observed, host_id, now) is not HostStatus.LOST for host_id in unheard)
-    return observed.since + (HOST_LOST_AFTER_S if waits_for_host else ROLL_CALL_S)
+    return observed.since + (HOST_LOST_AFTER_S if waits_for_host else CLAIMS_WAIT_S)
 
 
 def overtake(
@@ -140,7 +140,7 @@ def overtake(
     Goals that were pending in it go on: none of the numbers that proxies and hosts have reported can fulfil them.
     """
     draft, given = Draft(checkpoint), checkpoint.counters
-    counters = raised_above(given, claims, MARGIN)
+    counters = raise_counters_above(given, claims, MARGIN)
     draft.put(
         msgspec.structs.replace(
             counters,
@@ -234,7 +234,7 @@ def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: 
     draft.put(msgspec.structs.replace(record, adopted_epoch=counters.restored_epoch))
     adopted: dict[BackendTag, list[ReplicaReport]] = {}
     for tag, report in sorted(host.replicas.items()):
-        backend_tag = backend_tag_of(tag)
+        backend_tag = parse_backend_tag(tag)
         is_lost = _ordinal(tag) > counters.restored_ordinal
         is_known = backend_tag not in draft.backends or tag in draft.replicas_of(backend_tag)
         if is_lost and not is_known and report.status is ReplicaStatus.RUNNING:
@@ -252,8 +252,8 @@ def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: 
                     since=counters.restored_at,
                     host_id=host_id,
                     generation=draft.renew_host_goal(host_id),
-                    needs=needs_of(version),
-                    goal_bytes=goal_bytes_of(version),
+                    needs=resource_needs(version),
+                    goal_bytes=estimate_goal_bytes(version),
                 )
             )
     return set(adopted)
@@ -265,12 +265,12 @@ def _lost_version(draft: Draft, tag: BackendTag) -> BackendVersion:
     Its number is below all others, so that hosts do not reconfigure these replicas, whose code is lost.
     """
     backend = draft.backends[tag]
-    lost = backend.version_of(LOST_CONFIG_VERSION)
+    lost = backend.version_of(ADOPTED_CONFIG_VERSION)
     if lost is not None:
         return lost
     code_version = backend.newest_code_version + 1
     version = msgspec.structs.replace(
-        backend.target, code_version=code_version, config_version=LOST_CONFIG_VERSION, version=None
+        backend.target, code_version=code_version, config_version=ADOPTED_CONFIG_VERSION, version=None
     )
     others = [*backend.others, version]
     draft.put(msgspec.structs.replace(backend, others=others, newest_code_version=code_version))

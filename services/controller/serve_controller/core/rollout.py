@@ -10,7 +10,7 @@ from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, replica_tag
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import Backend, Replica, ReplicaState
-from serve_controller.core.placement import Ledger, goal_bytes_of, needs_of
+from serve_controller.core.placement import Ledger, estimate_goal_bytes, resource_needs
 from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, TransitionEvent
 
@@ -35,12 +35,12 @@ def _share(num_replicas: int, percent: float) -> int:
     return math.ceil(max(num_replicas, 1) * percent / 100.0)
 
 
-def surge_of(config: BackendConfig) -> int:
+def max_surge(config: BackendConfig) -> int:
     """Extra replicas allowed during an update."""
     return _share(config.num_replicas, config.max_surge_percent)
 
 
-def unavailable_of(config: BackendConfig) -> int:
+def max_unavailable(config: BackendConfig) -> int:
     """Replicas that may be missing during an update where there is no capacity for extra ones."""
     return _share(config.num_replicas, config.max_unavailable_percent)
 
@@ -86,7 +86,7 @@ def is_kept(backend: Backend, replica: Replica) -> bool:
     )
 
 
-NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration of this size"
+NO_CAPACITY_FOR_CONFIG = "the whole goal of its host has no room for a configuration of this size"
 
 
 def _differs_by_number(backend: Backend, replica: Replica) -> bool:
@@ -110,7 +110,7 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
     if not stale:
         return
     updating = sum(r.state is ReplicaState.UPDATING for r in same_code)
-    budget = max(1, unavailable_of(target.backend_config)) - updating
+    budget = max(1, max_unavailable(target.backend_config)) - updating
     is_risky = backend.start_failures > 0 and backend.last_good is not None
     for replica in stale:
         if replica.state is ReplicaState.RUNNING and budget <= 0:
@@ -119,10 +119,10 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
             continue  # a replica with this configuration failed: no more are put at risk
         if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
             continue
-        size = goal_bytes_of(target, replica.companions)
+        size = estimate_goal_bytes(target, replica.companions)
         if not ledger.resize(replica.host_id, size - replica.goal_bytes):
-            if replica.message != NO_ROOM_FOR_CONFIG:
-                draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
+            if replica.message != NO_CAPACITY_FOR_CONFIG:
+                draft.put(msgspec.structs.replace(replica, message=NO_CAPACITY_FOR_CONFIG))
             continue
         budget -= replica.state is ReplicaState.RUNNING
         updated = with_event(draft, replica, TransitionEvent.RECONFIGURE, now)
@@ -134,7 +134,7 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
                 config_version=target.config_version,
                 generation=draft.renew_host_goal(replica.host_id),
                 goal_bytes=size,
-                needs=needs_of(target),
+                needs=resource_needs(target),
                 message="",
             )
         )
@@ -145,7 +145,7 @@ def start(draft: Draft, backend: Backend, now: float) -> None:
     wanted, current, old = backend.num_wanted, current_replicas(draft, backend), old_replicas(draft, backend)
     missing = wanted - len(current)
     if old:
-        surge = surge_of(backend.target.backend_config)
+        surge = max_surge(backend.target.backend_config)
         budget = wanted + surge - len(current) - len(old)
         # Where far fewer are wanted than run, all old ones stay until a first new one serves.
         missing = min(missing, max(budget, surge - len(current)))
@@ -236,9 +236,9 @@ def stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None
     # With fewer replicas wanted than serve, the surplus still stays until the new version serves at all.
     is_proven = wanted == 0 or any(r.state in ROUTED for r in current_replicas(draft, backend))
     floor = wanted
-    if surge_of(backend.target.backend_config) == 0:
+    if max_surge(backend.target.backend_config) == 0:
         # No extra replica is allowed, so some old ones stop first.
-        floor, is_proven = wanted - unavailable_of(backend.target.backend_config), True
+        floor, is_proven = wanted - max_unavailable(backend.target.backend_config), True
     for replica in old:
         if replica.state not in ROUTED:
             with_event(draft, replica, TransitionEvent.UNWANTED, now)
@@ -257,7 +257,7 @@ def _free_capacity(draft: Draft, ledger: Ledger, backend: Backend, now: float) -
     stopping = any(r.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) for r in replicas)
     if not waiting or stopping:
         return
-    lowest = backend.num_wanted - unavailable_of(backend.target.backend_config)
+    lowest = backend.num_wanted - max_unavailable(backend.target.backend_config)
     serving = sum(r.state in ROUTED for r in wanted_replicas(draft, backend))
     old, made = old_replicas(draft, backend), 0
     for host_id in dict.fromkeys(r.host_id for r in old):

@@ -51,7 +51,7 @@ def _claimants(checkpoint: Checkpoint, route: str) -> Iterable[EndpointTag]:
     return sorted(checkpoint.routes.get(route, {}))
 
 
-def route_meanwhile(
+def interim_route(
     checkpoint: Checkpoint,
     target_route: str | None,
     takes_over: str | None,

@@ -26,10 +26,10 @@ class TransitionEvent(Enum):
 
     PLACED = "placed"
     """A host was chosen."""
-    HEARD_RUNNING = "heard_running"
+    REPORTED_RUNNING = "heard_running"
     """Its host reports it running and healthy."""
-    HEARD_UNHEALTHY = "heard_unhealthy"
-    HEARD_CONFIG = "heard_config"
+    REPORTED_UNHEALTHY = "heard_unhealthy"
+    REPORTED_CONFIG = "heard_config"
     """Its host reports that the newest configuration is applied."""
     RECONFIGURE = "reconfigure"
     """A newer configuration was decided."""
@@ -48,25 +48,25 @@ TRANSITIONS: Final[dict[S, dict[TransitionEvent, S]]] = {
         TransitionEvent.GONE: S.STOPPED,
     },
     S.STARTING: {
-        TransitionEvent.HEARD_RUNNING: S.RUNNING,
+        TransitionEvent.REPORTED_RUNNING: S.RUNNING,
         TransitionEvent.UNWANTED: S.SHOULD_STOP,
         TransitionEvent.GONE: S.STOPPED,
     },
     S.RUNNING: {
         TransitionEvent.RECONFIGURE: S.UPDATING,
-        TransitionEvent.HEARD_UNHEALTHY: S.UNHEALTHY,
+        TransitionEvent.REPORTED_UNHEALTHY: S.UNHEALTHY,
         TransitionEvent.UNWANTED: S.SHOULD_STOP,
         TransitionEvent.GONE: S.STOPPED,
     },
     S.UPDATING: {
         TransitionEvent.RECONFIGURE: S.UPDATING,
-        TransitionEvent.HEARD_CONFIG: S.RUNNING,
-        TransitionEvent.HEARD_UNHEALTHY: S.UNHEALTHY,
+        TransitionEvent.REPORTED_CONFIG: S.RUNNING,
+        TransitionEvent.REPORTED_UNHEALTHY: S.UNHEALTHY,
         TransitionEvent.UNWANTED: S.SHOULD_STOP,
         TransitionEvent.GONE: S.STOPPED,
     },
     S.UNHEALTHY: {
-        TransitionEvent.HEARD_RUNNING: S.RUNNING,
+        TransitionEvent.REPORTED_RUNNING: S.RUNNING,
         TransitionEvent.UNWANTED: S.SHOULD_STOP,
         TransitionEvent.GONE: S.STOPPED,
     },

@@ -13,7 +13,7 @@ from serve_common.api import commands as c
 from serve_common.api import queries as q
 from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, AnyCommand, Restore, RestoreReply
 from serve_common.api.queries import GetBackup
-from serve_common.api.verbs import sanitized_who
+from serve_common.api.verbs import sanitize_principal
 from serve_common.api.views import BackupPage, GoalStatus, GoalView
 from serve_common.config.validation import shown
 from serve_common.errors import BadField, FencedOut, LimitReached, NotFound, NotLeading
@@ -212,11 +212,11 @@ class AdminApi:
         request = parse_request(verb, payload)
         term = self._term()
         if isinstance(request, c.Restore):
-            return await self._restore(term, request, sanitized_who(who))
+            return await self._restore(term, request, sanitize_principal(who))
         if isinstance(request, q.GetBackup):
             return msgspec.json.encode(await self._transfers.page(term, request))
         if isinstance(request, AnyCommand):
-            return await self._command(term, request, payload, sanitized_who(who))
+            return await self._command(term, request, payload, sanitize_principal(who))
         if isinstance(request, q.WaitForGoal):
             return msgspec.json.encode(await self._wait_for_goal(request))
         return msgspec.json.encode(await self._queries.answer(term, request))

@@ -28,10 +28,10 @@ from serve_controller.core.autoscaling.values import (
     ScalingInput,
     ScalingState,
     ScalingStatus,
-    asks_of,
     autoscaled,
+    build_load_requests,
+    build_scrape_targets,
     num_running,
-    targets_of,
 )
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend
@@ -124,10 +124,10 @@ class Autoscaler:
         if not due:
             return
         checkpoint, observed = self._term.checkpoint, self._term.observed
-        asks = asks_of(checkpoint, observed, due, now)
+        asks = build_load_requests(checkpoint, observed, due, now)
         for ask in asks:
             self._tracked[ask.backend_tag].evaluate_at = _next_evaluation(now, ask.config.metrics_interval_s)
-        readings = await self._loads.read(asks, targets_of(observed, now), now)
+        readings = await self._loads.read(asks, build_scrape_targets(observed, now), now)
         decisions: dict[BackendTag, ScalingDecision] = {}
         policy_slots = asyncio.Semaphore(POLICIES_AT_ONCE)
 

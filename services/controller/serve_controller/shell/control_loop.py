@@ -20,12 +20,12 @@ from serve_common.ports import Clock
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_common.telemetry.request_traces import current_ref, note, operation
 from serve_common.telemetry.spans import SpanRef, Value
-from serve_controller.core.audit import audit_of
+from serve_controller.core.audit import audit_values
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
 from serve_controller.core.commands.restoring import RestoreFrom
-from serve_controller.core.dirty_set import EVERYTHING, DirtySet, of_changes
+from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
 from serve_controller.core.events import audit_event, events_of
 from serve_controller.core.host_goals import SendHostGoal
 from serve_controller.core.objects import Goal, ObjectChanges
@@ -35,10 +35,10 @@ from serve_controller.core.restored import (
     EPOCH_MARGIN,
     NO_CLAIMS,
     Claims,
-    claims_of_leader,
+    claims_complete_at,
+    get_leader_claims,
     overtake,
     restored_event,
-    roll_call_over_at,
 )
 from serve_controller.core.scaling import scaling_events
 from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
@@ -67,7 +67,7 @@ class ActionExecutor:
         self._host_link = host_link
         self._publisher = publisher
         self._boundary = boundary
-        self._hearing = observations
+        self._observations = observations
         self._clock = clock
         self._on_change = on_change
 
@@ -81,9 +81,9 @@ class ActionExecutor:
                 _log.error("action_impossible", action=type(action).__name__, error=str(error))
             except BusUnavailable as error:
                 _log.warning("plan_not_performed", error=str(error))
-                self._hearing.attending.add(_dirty_set_of_actions(actions[number:]))
+                self._observations.dirty_sets.add(_dirty_set_of_actions(actions[number:]))
                 return self._clock.now() + BUS_RETRY_S
-        return self._hearing.next_at()
+        return self._observations.next_at()
 
     async def _perform(self, action: Action) -> None:
         match action:
@@ -91,18 +91,20 @@ class ActionExecutor:
                 revision = await self._boundary.cross(
                     "publish_snapshot", lambda: self._publisher.publish(action.key, action.snapshot)
                 )
-                self._hearing.hear_bucket({action.key: (revision, action.snapshot.snapshot_id)}, whole=False)
+                self._observations.on_bucket_entries(
+                    {action.key: (revision, action.snapshot.snapshot_id)}, whole=False
+                )
                 self._on_change()
             case RetractSnapshot():
-                revision = self._hearing.revision_of(action.key)
+                revision = self._observations.revision_of(action.key)
                 await self._boundary.cross(
                     "retract_snapshot", lambda: self._publisher.retract(action.key, revision)
                 )
-                self._hearing.retracted(action.key)
+                self._observations.retracted(action.key)
             case SendHostGoal():
                 goal = action.goal
                 await self._boundary.cross("send_host_goal", lambda: self._host_link.send_goal(goal))
-                self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
+                self._observations.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
 
 
 def _dirty_set_of_actions(actions: Sequence[Action]) -> DirtySet:
@@ -135,14 +137,14 @@ class Term:
         telemetry: Telemetry,
         regain: Callable[[int], Awaitable[int]],
         claims: Claims = NO_CLAIMS,
-        is_store_away: Callable[[], bool] = lambda: False,
+        is_store_unavailable: Callable[[], bool] = lambda: False,
     ) -> None:
         """``checkpoint`` was loaded after leadership of ``epoch`` was gained.
 
         ``regain`` begins a new epoch above a number; ``claims`` are those of this process's former terms.
-        ``is_store_away`` returns whether the last request to the store outside of this term failed.
+        ``is_store_unavailable`` returns whether the last request to the store outside of this term failed.
         """
-        self._is_store_away = is_store_away
+        self._is_store_away = is_store_unavailable
         self.epoch = epoch
         self.checkpoint = checkpoint
         self.is_store_available = True
@@ -152,12 +154,12 @@ class Term:
         """Called with goals that were recorded, to wake the callers that wait for them."""
         self.on_reload: Callable[[], None] = lambda: None
         """Called when the checkpoint was reloaded: any goal may have ended."""
-        self._hearing = TermObservations(clock.now(), telemetry.message_refused, claims)
-        self._hearing.hear_round_trip(clock.now(), clock.now())
+        self._observations = TermObservations(clock.now(), telemetry.message_refused, claims)
+        self._observations.on_round_trip(clock.now(), clock.now())
         self._store = store
         self._event_log = EventLog(events)
-        self._performing = ActionExecutor(
-            host_link, publisher, boundary, self._hearing, clock, on_change=self._request_plan
+        self._executor = ActionExecutor(
+            host_link, publisher, boundary, self._observations, clock, on_change=self._request_plan
         )
         self._clock = clock
         self._boundary = boundary
@@ -180,12 +182,12 @@ class Term:
     @property
     def claims(self) -> Claims:
         """The highest numbers that this term gave or received."""
-        return self._hearing.claims.with_those(claims_of_leader(self.checkpoint, self.epoch))
+        return self._observations.claims.with_those(get_leader_claims(self.checkpoint, self.epoch))
 
     @property
     def observed(self) -> ObservedState:
         """The state as last observed."""
-        return self._hearing.observed
+        return self._observations.observed
 
     @property
     def events(self) -> Reversible[EventView]:
@@ -200,27 +202,27 @@ class Term:
 
     def hear(self, report: HostReport | ProxyReport) -> None:
         """Queue a report; the next cycle folds it in."""
-        self._hearing.hear(report, self._clock.now())
+        self._observations.hear(report, self._clock.now())
         self.on_change()
 
-    def bus_went(self) -> None:
+    def on_bus_lost(self) -> None:
         """The bus is unavailable: from now on silence means nothing."""
-        self._hearing.hear_break(None)
+        self._observations.on_bus_break(None)
         self.on_change()
 
-    def bus_came(self) -> None:
+    def on_bus_restored(self) -> None:
         """The bus is available again: silence counts from now on."""
-        self._hearing.hear_break(self._clock.now())
+        self._observations.on_bus_break(self._clock.now())
         self.on_change()
 
-    def hear_round_trip(self, started_at: float) -> None:
+    def on_round_trip(self, started_at: float) -> None:
         """The round trip over the bus that began at ``started_at`` ended: silence counts up to that time."""
-        if self._hearing.hear_round_trip(started_at, self._clock.now()):
+        if self._observations.on_round_trip(started_at, self._clock.now()):
             self.on_change()
 
-    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+    def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Fold in entries of the bucket, or with ``whole`` its whole content."""
-        self._hearing.hear_bucket(entries, whole=whole)
+        self._observations.on_bucket_entries(entries, whole=whole)
         self.on_change()
 
     def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
@@ -246,7 +248,7 @@ class Term:
             raise StoreUnavailable("Postgres does not answer; nothing was changed")
         async with self._turn:
             await self._make_certain()
-            if self.observed.bucket is None or self._hears_claims():
+            if self.observed.bucket is None or self._has_claims_ahead():
                 # An id given now might belong to a lost goal, and the caller would wait for that one.
                 raise NotLeading("this controller has yet to hear what was done before it led; try again")
             now = self._clock.now()
@@ -266,14 +268,14 @@ class Term:
                 note("muster.subject", accepted.subject)
                 await self._record("record_command", accepted.changes, after, [entry], audit_events)
                 self._cause = self._cause or current_ref()
-                self._hearing.attending.add(of_changes(before, after, accepted.changes))
+                self._observations.dirty_sets.add(dirty_by_changes(before, after, accepted.changes))
         self.on_change()
         return accepted.reply
 
     def _history_entry(
         self, command: AnyCommand | RestoreFrom, accepted: Accepted, request: bytes, who: str, now: float
     ) -> HistoryEntry:
-        old, new = audit_of(self.checkpoint, accepted.changes)
+        old, new = audit_values(self.checkpoint, accepted.changes)
         return HistoryEntry(
             at=now,
             who=who,
@@ -324,19 +326,19 @@ class Term:
                     self.on_change()
         except StoreUnavailable as error:
             self._scalings = {**scalings, **self._scalings}
-            self._hearing.attending.add(EVERYTHING)
+            self._observations.dirty_sets.add(EVERYTHING)
             _log.warning("plan_not_recorded", error=str(error))
             return self._clock.now() + STORE_RETRY_S
-        self._hearing.attending.add(plan.attention)
-        self._hearing.due(plan.due)
+        self._observations.dirty_sets.add(plan.attention)
+        self._observations.due(plan.due)
         if plan.changes or plan.attention.goals:
-            self._event_log.tell_progress(self.checkpoint, self.observed)
-        return await self._performing.perform_all(plan.actions)
+            self._event_log.publish_progress(self.checkpoint, self.observed)
+        return await self._executor.perform_all(plan.actions)
 
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> ReconcilePlan:
         now = self._clock.now()
-        attention = self._hearing.fold(self.checkpoint, now)
-        conflicts = self._hearing.take_conflicts(now)
+        attention = self._observations.fold(self.checkpoint, now)
+        conflicts = self._observations.pop_conflicts(now)
         if conflicts:
             _log.warning("identity_conflict", about=[f"{event.kind} {event.subject}" for event in conflicts])
             self.tell(conflicts)
@@ -377,20 +379,22 @@ class Term:
 
     async def _begin_epoch(self, *, above: int) -> None:
         self._is_checkpoint_certain = False
-        self._hearing.claims = self.claims  # the store may have been restored to a state before some of them
+        self._observations.claims = (
+            self.claims
+        )  # the store may have been restored to a state before some of them
         self.epoch = await self._track_store(self._regain(above))
         self.checkpoint = await self._track_store(self._store.load())
         self._is_checkpoint_certain = True
-        self._hearing.attending.add(EVERYTHING)
+        self._observations.dirty_sets.add(EVERYTHING)
         self.on_reload()
 
     # -- a store that was restored to an earlier state -----------------------------------------------------------------
 
-    def _hears_claims(self) -> bool:
+    def _has_claims_ahead(self) -> bool:
         """Whether any process has reported numbers that this leader has not given yet."""
-        self._hearing.given = claims_of_leader(self.checkpoint, self.epoch)
-        self._hearing.take_in(self.checkpoint)
-        return self._hearing.claims.are_ahead_of(self._hearing.given)
+        self._observations.given = get_leader_claims(self.checkpoint, self.epoch)
+        self._observations.take_in(self.checkpoint)
+        return self._observations.claims.are_ahead_of(self._observations.given)
 
     async def _overtake(self) -> float | None:
         """Raise the counters above all claims. Returns until when to wait before any plan, or None.
@@ -398,7 +402,7 @@ class Term:
         A plan made before the bucket is known, or while other processes have seen numbers that are not given yet, would
         give some of them again.
         """
-        has_claims_ahead = self._hears_claims()
+        has_claims_ahead = self._has_claims_ahead()
         if self.observed.bucket is None:
             return math.inf
         if not has_claims_ahead:
@@ -407,17 +411,19 @@ class Term:
         if not self._is_behind:
             # A leader that lost its lease unnoticed receives such numbers too; the store detects that.
             await self._begin_epoch(above=0)
-            if not self._hears_claims():
+            if not self._has_claims_ahead():
                 return None
             self._is_behind = True
-            _log.warning("store_is_behind", given=str(self._hearing.given), claims=str(self._hearing.claims))
+            _log.warning(
+                "store_is_behind", given=str(self._observations.given), claims=str(self._observations.claims)
+            )
         now = self._clock.now()
-        over_at = roll_call_over_at(self.checkpoint, self.observed, now)
+        over_at = claims_complete_at(self.checkpoint, self.observed, now)
         if over_at is None or now < over_at:
             return over_at or math.inf
-        await self._begin_epoch(above=self._hearing.claims.epoch + EPOCH_MARGIN)
-        if self._hears_claims():
-            draft = overtake(self.checkpoint, self.observed, self._hearing.claims, self.epoch, now)
+        await self._begin_epoch(above=self._observations.claims.epoch + EPOCH_MARGIN)
+        if self._has_claims_ahead():
+            draft = overtake(self.checkpoint, self.observed, self._observations.claims, self.epoch, now)
             event = restored_event(draft, now)
             await self._record("record_plan", draft.changes(), draft.checkpoint(), [], [event])
             _log.error("store_was_restored", epoch=self.epoch, reason=event.message)

@@ -78,7 +78,7 @@ class Leadership:
         self._lead = lead
         self.epoch: int | None = None
         """The epoch while this controller leads."""
-        self.is_store_away = False
+        self.is_store_unavailable = False
         """Whether the last request to the store failed: nothing can be recorded, and no controller can take over."""
         self.is_store_slow = False
         """Whether a leader's renewal has been waiting for `STORE_SLOW_S`."""
@@ -140,7 +140,7 @@ class Leadership:
                     # Once: a standby must put next to no load on the database, and hold no lock in it.
                     is_migrated = True
                 epoch = await self._acquire()
-                self.is_store_away = False
+                self.is_store_unavailable = False
                 if epoch is not None:
                     return epoch, await self._load(epoch, has_stood_by=has_stood_by)
                 if not has_stood_by:
@@ -149,7 +149,7 @@ class Leadership:
                 await asyncio.sleep(STANDBY_POLL_S)
             except StoreUnavailable as error:
                 is_migrated = False
-                self.is_store_away = True
+                self.is_store_unavailable = True
                 failures += 1
                 if failures in (1, 20):
                     _log.warning("store_unavailable", error=str(error), failures=failures)
@@ -208,10 +208,10 @@ class Leadership:
                     await self._store.renew_leadership(self._controller_id, self.epoch, LEASE_TTL_S)
                 except StoreUnavailable as error:
                     self._beat()
-                    self.is_store_away = True
+                    self.is_store_unavailable = True
                     _log.warning("leadership_not_renewed", epoch=self.epoch, error=str(error))
                 else:
-                    self.is_store_away = False
+                    self.is_store_unavailable = False
                     self._confirm_lease(started_at)
                 finally:
                     self._requested_at, self.is_store_slow = None, False

@@ -21,8 +21,8 @@ from serve_controller.core.dirty_set import (
     DirtySets,
     DueChecks,
     SilenceDetector,
-    of_host_report,
-    of_proxy_report,
+    dirty_by_host_report,
+    dirty_by_proxy_report,
 )
 from serve_controller.core.events import conflict_event, goal_progress
 from serve_controller.core.host_goals import DueTime
@@ -32,9 +32,9 @@ from serve_controller.core.observed import (
     HostObserved,
     ObservedState,
     ProxyObserved,
-    forget_silent,
-    holder_of,
-    is_same_life,
+    drop_silent,
+    holder_digest,
+    is_same_incarnation,
     observe_break,
     observe_bucket,
     observe_host,
@@ -42,13 +42,13 @@ from serve_controller.core.observed import (
     observe_round_trip,
     observe_sent,
 )
-from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, claims_of_report
+from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, get_report_claims
 from serve_controller.core.views import view_goal
 from serve_controller.ports import EventSink
 
 INBOX_MAX: Final = 50_000
 """Reports waiting to be folded in; beyond it the oldest are dropped, as the next reports repeat their content."""
-TIDY_EVERY_S: Final = 60.0
+GC_EVERY_S: Final = 60.0
 SWEEP_S: Final = 120.0
 """Seconds in which everything is reconciled at least once, whether or not anything was reported."""
 SWEEP_STEP_S: Final = 1.0
@@ -56,7 +56,7 @@ SWEEP_STEP_S: Final = 1.0
 
 CONFLICT_EVENT_EVERY_S: Final = 60.0
 """Least seconds between two conflict events of one host or proxy."""
-CONFLICTS_TOLD_MAX: Final = 20
+CONFLICT_EVENTS_MAX: Final = 20
 """Most conflict events of all senders within that time, so that they do not displace other events."""
 
 
@@ -83,7 +83,7 @@ class _Conflicts:
         """A report was accepted; ``before`` is the one known until then."""
         if self._refused and (sender := _sender(report)) in self._refused:
             self._refused.discard(sender)
-            if before is not None and is_same_life(report, before.report):
+            if before is not None and is_same_incarnation(report, before.report):
                 self._found.add(sender)
 
     def take(self, now: float) -> list[EventView]:
@@ -93,7 +93,7 @@ class _Conflicts:
         found, self._found = sorted(self._found), set()
         self.forget(now)
         new = [sender for sender in found if sender not in self._published_at]
-        new = new[: max(0, CONFLICTS_TOLD_MAX - len(self._published_at))]
+        new = new[: max(0, CONFLICT_EVENTS_MAX - len(self._published_at))]
         self._published_at |= dict.fromkeys(new, now)
         return [conflict_event(now, kind, name) for kind, name in new]
 
@@ -122,14 +122,14 @@ class TermObservations:
         """
         self._on_refused = on_refused
         self.observed = ObservedState(since=now)
-        self.attending = DirtySets()
-        self.attending.add(EVERYTHING)
-        self._agenda = DueChecks()
+        self.dirty_sets = DirtySets()
+        self.dirty_sets.add(EVERYTHING)
+        self._due_checks = DueChecks()
         self._silence = SilenceDetector()
         self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
         self._revisions: Map[str, int] = Map()
         """The bucket's revision of each key, including removed ones."""
-        self._gc_at = now + TIDY_EVERY_S
+        self._gc_at = now + GC_EVERY_S
         self._sweep_at = now + SWEEP_STEP_S
         self._to_sweep: deque[DirtySet] = deque()
         self._reporting_hosts: set[HostId] = set()
@@ -144,20 +144,20 @@ class TermObservations:
         """Queue a report; `fold` folds it in."""
         self._inbox.append((now, report))
 
-    def hear_break(self, since: float | None) -> None:
+    def on_bus_break(self, since: float | None) -> None:
         """The bus became unavailable (None) or available again at ``since``."""
         self.observed = observe_break(self.observed, since)
-        self.attending.add(EVERYTHING)
+        self.dirty_sets.add(EVERYTHING)
 
-    def hear_round_trip(self, started_at: float, now: float) -> bool:
+    def on_round_trip(self, started_at: float, now: float) -> bool:
         """The round trip over the bus begun at ``started_at`` ended; True when a host or proxy must be checked now."""
         self.observed = observe_round_trip(self.observed, started_at)
-        doubtful = self._silence.take_doubtful()
+        doubtful = self._silence.pop_unverified()
         for subject in doubtful:
-            self._agenda.add(now, subject)
+            self._due_checks.add(now, subject)
         return bool(doubtful)
 
-    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+    def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Fold in entries of the bucket: revision and snapshot id by key (None: the key was removed).
 
         With ``whole``, ``entries`` is the whole content; otherwise entries older than what is known (the echo of this
@@ -168,7 +168,7 @@ class TermObservations:
             return
         if whole:
             self._revisions = Map()
-            self.attending.add(EVERYTHING)
+            self.dirty_sets.add(EVERYTHING)
         changed: set[str] = set()
         for key, (revision, snapshot_id) in entries.items():
             if not whole and revision <= self._revisions.get(key, 0):
@@ -187,7 +187,7 @@ class TermObservations:
                 bucket = bucket.delete(key)
             changed.add(key)
         self.observed = observe_bucket(self.observed, bucket)
-        self.attending.add(DirtySet(keys=frozenset(changed), goals=bool(changed)))
+        self.dirty_sets.add(DirtySet(keys=frozenset(changed), goals=bool(changed)))
 
     def revision_of(self, key: str) -> int:
         """The bucket's newest known revision of a key; 0 for none."""
@@ -207,11 +207,11 @@ class TermObservations:
     def due(self, times: Iterable[DueTime]) -> None:
         """Schedule checks."""
         for time in times:
-            self._agenda.add(time.at, time.subject)
+            self._due_checks.add(time.at, time.subject)
 
     def next_at(self) -> float:
         """When the next check is due at the latest."""
-        at = self._agenda.next_at()
+        at = self._due_checks.next_at()
         return min(self._gc_at, self._sweep_at, self._gc_at if at is None else at)
 
     def take_in(self, checkpoint: Checkpoint) -> None:
@@ -240,19 +240,19 @@ class TermObservations:
                 known = self.observed.proxies.get(report.proxy_id)
                 record = checkpoint.proxies.get(report.proxy_id)
         if known is not None:
-            return is_same_life(report, known.report)
-        return record is not None and record.holder == holder_of(report)
+            return is_same_incarnation(report, known.report)
+        return record is not None and record.holder == holder_digest(report)
 
     def _fold_report(self, report: HostReport | ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
         try:
             match report:
                 case HostReport():
-                    claims = claims_of_report(report, self.observed.hosts.get(report.host_id))
+                    claims = get_report_claims(report, self.observed.hosts.get(report.host_id))
                     self._check_claims(claims)
                     self._fold_host(report, heard_at, checkpoint)
                     self._reporting_hosts.add(report.host_id)
                 case ProxyReport():
-                    claims = claims_of_report(report)
+                    claims = get_report_claims(report)
                     self._check_claims(claims)
                     self._fold_proxy(report, heard_at, checkpoint)
                     self._reporting_proxies.add(report.proxy_id)
@@ -283,20 +283,20 @@ class TermObservations:
             self._gc(checkpoint, now)
         if now >= self._sweep_at:
             self._sweep(checkpoint, now)
-        dirty = self.attending.take()
+        dirty = self.dirty_sets.take()
         if dirty.is_everything:
             hosts.update(checkpoint.hosts, self.observed.hosts)
             proxies.update(checkpoint.proxies, self.observed.proxies)
         for host_id in hosts:
-            self.attending.add(self._silence.of_host(self.observed, host_id, now, self._agenda))
+            self.dirty_sets.add(self._silence.of_host(self.observed, host_id, now, self._due_checks))
         for proxy_id in proxies:
-            self.attending.add(self._silence.of_proxy(self.observed, proxy_id, now, self._agenda))
-        if self.attending.is_empty:
+            self.dirty_sets.add(self._silence.of_proxy(self.observed, proxy_id, now, self._due_checks))
+        if self.dirty_sets.is_empty:
             return dirty
-        self.attending.add(dirty)
-        return self.attending.take()
+        self.dirty_sets.add(dirty)
+        return self.dirty_sets.take()
 
-    def take_conflicts(self, now: float) -> list[EventView]:
+    def pop_conflicts(self, now: float) -> list[EventView]:
         """Return the identity conflicts found since the last call, as events."""
         return self._conflicts.take(now)
 
@@ -306,9 +306,9 @@ class TermObservations:
         observed = observe_host(self.observed, report, heard_at, holder)
         self._conflicts.believed(report, before)
         after = observed.hosts[report.host_id]
-        dirty = NOTHING if after is before else of_host_report(before, after)
+        dirty = NOTHING if after is before else dirty_by_host_report(before, after)
         self.observed = observed
-        self.attending.add(dirty)
+        self.dirty_sets.add(dirty)
 
     def _fold_proxy(self, report: ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
         before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
@@ -316,17 +316,17 @@ class TermObservations:
         observed = observe_proxy(self.observed, report, heard_at, holder)
         self._conflicts.believed(report, before)
         after = observed.proxies[report.proxy_id]
-        dirty = NOTHING if after is before else of_proxy_report(before, after)
+        dirty = NOTHING if after is before else dirty_by_proxy_report(before, after)
         self.observed = observed
-        self.attending.add(dirty)
+        self.dirty_sets.add(dirty)
 
     def _take_due(self, hosts: set[HostId], proxies: set[ProxyId], now: float) -> None:
-        for kind, name in self._agenda.pop_due(now):
+        for kind, name in self._due_checks.pop_due(now):
             match kind:
                 case "backend":
-                    self.attending.add(DirtySet(backends=frozenset({BackendTag(name)})))
+                    self.dirty_sets.add(DirtySet(backends=frozenset({BackendTag(name)})))
                 case "host_goal":
-                    self.attending.add(DirtySet(hosts=frozenset({HostId(name)})))
+                    self.dirty_sets.add(DirtySet(hosts=frozenset({HostId(name)})))
                 case "host":
                     hosts.add(HostId(name))
                 case "proxy":
@@ -335,13 +335,13 @@ class TermObservations:
                     raise AssertionError(f"nothing is known of {kind}")
 
     def _gc(self, checkpoint: Checkpoint, now: float) -> None:
-        self._gc_at = now + TIDY_EVERY_S
-        self.observed = forget_silent(self.observed, now)
+        self._gc_at = now + GC_EVERY_S
+        self.observed = drop_silent(self.observed, now)
         self._conflicts.forget(now)
         self._silence.forget(
             {*checkpoint.hosts, *self.observed.hosts}, {*checkpoint.proxies, *self.observed.proxies}
         )
-        self.attending.add(DirtySet(tidy=True))
+        self.dirty_sets.add(DirtySet(tidy=True))
 
     def _sweep(self, checkpoint: Checkpoint, now: float) -> None:
         """Mark the next slice of everything as dirty; the last slices of a round may name removed objects."""
@@ -361,7 +361,7 @@ class TermObservations:
                 )
                 for n in range(slices)
             )
-        self.attending.add(self._to_sweep.popleft())
+        self.dirty_sets.add(self._to_sweep.popleft())
 
 
 EVENTS_MAX: Final = 5_000
@@ -396,7 +396,7 @@ class EventLog:
             else:
                 self._sink.publish_event(event.kind, event.subject, msgspec.json.encode(event))
 
-    def tell_progress(self, checkpoint: Checkpoint, observed: ObservedState) -> None:
+    def publish_progress(self, checkpoint: Checkpoint, observed: ObservedState) -> None:
         """Publish the progress of pending goals where it changed."""
         goal_ids = sorted(checkpoint.pending)[:PROGRESS_MAX]
         for view in goal_progress(checkpoint, observed, goal_ids, self._progress):

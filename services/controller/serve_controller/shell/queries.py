@@ -17,7 +17,7 @@ from serve_common.names import BackendTag, deployment_tag
 from serve_common.ports import Clock
 from serve_common.protocol.decoding import UNREADABLE
 from serve_controller.core import views
-from serve_controller.core.autoscaling.values import ScalingStatus, Targets, targets_of
+from serve_controller.core.autoscaling.values import ScalingStatus, Targets, build_scrape_targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from serve_controller.core.commands.restoring import RestoreFrom
@@ -192,7 +192,9 @@ class QueryApi:
     async def _load(self, term: LeadingTerm) -> LoadView:
         if self._read_load is None:
             raise NotLeading("this controller scrapes nobody")
-        return await self._read_load(targets_of(term.observed, self._clock.now()), self._clock.now())
+        return await self._read_load(
+            build_scrape_targets(term.observed, self._clock.now()), self._clock.now()
+        )
 
     def _plan(self, term: LeadingTerm, query: q.Plan) -> PlanView:
         if query.verb not in COMMANDS:

@@ -92,16 +92,16 @@ class ControllerService:
             tasks.create_task(self._watch_bus(), name="watch_bus")
             await self._leadership.run()
 
-    def why_not_ready(self) -> str | None:
+    def readiness_error(self) -> str | None:
         """Return why this controller can neither lead nor take over; None when it is ready."""
         term = self.term
         if self._liveness.is_away:
             return "NATS does not answer"
         leadership = self._leadership
-        is_away = leadership.is_store_away or leadership.is_store_slow
+        is_away = leadership.is_store_unavailable or leadership.is_store_slow
         if term is not None and (is_away or not term.is_store_available):
             return "this controller leads, but Postgres is away: it answers queries and refuses commands"
-        if term is None and self._leadership.is_store_away:
+        if term is None and self._leadership.is_store_unavailable:
             return "this controller does not lead and could not take over: Postgres is away"
         return None
 
@@ -112,7 +112,9 @@ class ControllerService:
         """
         if self._leadership.is_sure:
             return self.term
-        if self.term is not None and (self._leadership.is_store_away or self._leadership.is_store_slow):
+        if self.term is not None and (
+            self._leadership.is_store_unavailable or self._leadership.is_store_slow
+        ):
             raise StoreUnavailable(
                 "this controller stood still, and Postgres does not say whether it still leads"
             )
@@ -123,36 +125,36 @@ class ControllerService:
         if self.term is not None:
             self.term.hear(report)
 
-    def hear_wake(self, wake: Wake) -> None:
+    def on_wake_message(self, wake: Wake) -> None:
         """Receive a wake message: requests wait for a backend without replicas. Ignored unless leading."""
         if self.autoscaler is not None and self._leadership.is_sure:
             self.autoscaler.wake(wake)
 
     def sleeping(self) -> list[BackendTag]:
-        """Backends that `hear_wake` could wake: scaled to zero by the autoscaler."""
+        """Backends that `on_wake_message` could wake: scaled to zero by the autoscaler."""
         if self.term is None:
             return []
         backends = self.term.checkpoint.backends
         return [tag for tag, b in backends.items() if b.autoscaling is not None and b.num_wanted == 0]
 
-    def bus_went(self) -> None:
+    def on_bus_lost(self) -> None:
         """The bus became unavailable."""
         self._liveness.went()
         if self.term is not None:
-            self.term.bus_went()
+            self.term.on_bus_lost()
 
-    def bus_came(self) -> None:
+    def on_bus_restored(self) -> None:
         """The bus is available again."""
         self._liveness.came(self._clock.now())
         if self.term is not None:
-            self.term.bus_came()
+            self.term.on_bus_restored()
 
-    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+    def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Receive entries of the bucket, or with ``whole`` its whole content; ignored unless this controller leads."""
         if self.term is not None:
-            self.term.hear_bucket(entries, whole=whole)
+            self.term.on_bucket_entries(entries, whole=whole)
 
-    def hear_leader(self, notice: LeaderNotice) -> None:
+    def on_leader_notice(self, notice: LeaderNotice) -> None:
         """Receive a leader's notice. A higher epoch ends this controller's term, even while Postgres is unavailable."""
         if self.term is not None and notice.epoch > self.term.epoch:
             self._newest_epoch = notice.epoch
@@ -171,18 +173,18 @@ class ControllerService:
             telemetry=self._telemetry,
             regain=self._leadership.regain,
             claims=self._claims,
-            is_store_away=lambda: self._leadership.is_store_away,
+            is_store_unavailable=lambda: self._leadership.is_store_unavailable,
         )
         self._newest_epoch = 0  # the store has just confirmed that this epoch is the newest
         term.on_change = self._wake.set
         term.on_goals = self.admin.on_goals
         term.on_reload = self.admin.on_term_end
         if self._liveness.is_away:
-            term.bus_went()
+            term.on_bus_lost()
         self.term = term
         background = TaskOwner("term")
         try:
-            await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
+            await self._bus.start_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
             background.start(self._load_events(term), name="recall_events")
             if self._scaling is not None:
                 self.autoscaler = Autoscaler(term, self._scaling.loads, self._scaling.policies, self._clock)
@@ -212,7 +214,7 @@ class ControllerService:
             except BusUnavailable as error:
                 if self._liveness.unanswered(started_at):
                     _log.warning("bus_silent", reason=str(error))
-                    self.bus_went()
+                    self.on_bus_lost()
             else:
                 await self._on_round_trip(started_at)
             await asyncio.sleep(min(max(0.05, started_at + PING_EVERY_S - self._clock.now()), PING_EVERY_S))
@@ -221,9 +223,9 @@ class ControllerService:
         was_away, term = self._liveness.answered(self._clock.now()), self.term
         if was_away:
             _log.warning("bus_answers_again")
-            self.bus_came()
+            self.on_bus_restored()
         if term is not None:
-            term.hear_round_trip(started_at)
+            term.on_round_trip(started_at)
             if was_away:  # every silence counts from now, and all hosts and proxies are asked to report
                 await self._bus.announce(LeaderNotice(controller_id=self._controller_id, epoch=term.epoch))
 

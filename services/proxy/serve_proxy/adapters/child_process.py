@@ -108,7 +108,7 @@ class ParentLink:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self._read)
 
-    def tell_port(self, operations_port: int) -> None:
+    def report_port(self, operations_port: int) -> None:
         """Report to the parent that this process listens, and its operations port."""
         with contextlib.suppress(ConnectionError):  # the reader detects that the parent has exited
             self._socket.send(b"%d\n" % operations_port)

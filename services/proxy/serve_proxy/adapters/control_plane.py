@@ -15,7 +15,7 @@ from serve_common.nats.client import ping_nats
 from serve_common.ports import SnapshotListener
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.operations import local_host_of
+from serve_common.runtime.operations import get_local_host
 from serve_common.runtime.settings import BusSettings
 from serve_common.telemetry.log_lines import RefusedMessages
 
@@ -69,7 +69,7 @@ class NatsControlPlane:
     @property
     def local_host(self) -> str | None:
         """This machine's address on the network of NATS; None while it is not connected."""
-        return local_host_of(self._connection.client)
+        return get_local_host(self._connection.client)
 
     async def connect(self) -> None:
         """Connect, retrying without a limit, and start the watch. Raises `BusAuthorizationFailed`."""

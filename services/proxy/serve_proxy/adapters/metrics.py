@@ -15,11 +15,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_common.dispatch.admission import RequestStats
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import Routes
 from serve_common.names import BackendTag, ProxyId
 from serve_common.routing.router import Router
-from serve_common.runtime.operations import add_observations, family_of, histogram_of
+from serve_common.runtime.operations import add_observations, build_family, build_histogram_family
 from serve_common.telemetry.catalogue.proxies import (
     APPLIED_SNAPSHOT_ID,
     BODY_BYTES,
@@ -69,7 +69,7 @@ def register_metrics(
     reconnects: Callable[[], int],
     connections: Callable[[], int],
     dropped_calls: Callable[[], int],
-    room: UploadRoom,
+    room: UploadMemory,
 ) -> None:
     """Register the collectors; ``reconnects`` counts those to NATS, ``connections`` those of clients.
 
@@ -94,7 +94,7 @@ class _ProxyCollector(Collector):
         connections: Callable[[], int],
         *,
         dropped_calls: Callable[[], int],
-        room: UploadRoom,
+        room: UploadMemory,
     ) -> None:
         self._proxy_id = proxy_id
         self._routes = routes
@@ -106,7 +106,7 @@ class _ProxyCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Metrics without an endpoint or backend label."""
-        info = family_of(PROXY_INFO)
+        info = build_family(PROXY_INFO)
         info.add_metric([self._proxy_id], 1.0)
         yield info
         yield _single(CONNECTIONS, self._connections())
@@ -159,20 +159,20 @@ class _RoutesCollector(Collector):
 
 
 def _single(spec: MetricSpec, value: float) -> Metric:
-    family = family_of(spec)
+    family = build_family(spec)
     family.add_metric([], value)
     return family
 
 
 def _backend_family(spec: MetricSpec, rows: Iterable[tuple[BackendTag, float]]) -> Metric:
-    family = family_of(spec)
+    family = build_family(spec)
     for tag, value in rows:
         family.add_metric([tag], value)
     return family
 
 
 def _request_families(tallies: Iterable[tuple[str, RequestStats]]) -> Iterable[Metric]:
-    requests, seconds = family_of(REQUESTS), histogram_of(REQUEST_SECONDS)
+    requests, seconds = build_family(REQUESTS), build_histogram_family(REQUEST_SECONDS)
     for tag, tally in tallies:
         for (method, code), count in list(tally.counts.items()):
             requests.add_metric([tag, method, str(code) if code else _OTHER_CODE], count)
@@ -186,7 +186,7 @@ def _protection_families(routers: _Routers) -> Iterable[Metric]:
     yield _backend_family(EJECTIONS, [(tag, router.ejections) for tag, router in routers])
     yield _backend_family(RETRIES, [(tag, router.retries.spent) for tag, router in routers])
     yield _backend_family(CIRCUIT_OPEN, [(tag, router.circuit.is_open) for tag, router in routers])
-    refusals = family_of(REFUSED)
+    refusals = build_family(REFUSED)
     for tag, router in routers:
         refusals.add_metric([tag, "queue"], router.queue_refusals)
         refusals.add_metric([tag, "circuit"], router.circuit.refused)
@@ -197,7 +197,7 @@ def _protection_families(routers: _Routers) -> Iterable[Metric]:
 
 
 def _shadow_family(tallies: Iterable[tuple[str, RequestStats]]) -> Metric:
-    shadows = family_of(SHADOW_REQUESTS)
+    shadows = build_family(SHADOW_REQUESTS)
     for tag, tally in tallies:
         for (backend_tag, outcome), count in list(tally.shadows.items()):
             shadows.add_metric([tag, backend_tag, outcome.value], count)

@@ -11,7 +11,7 @@ from typing import Final, final
 
 import aiohttp
 
-from serve_common.runtime.health import Heartbeat, WhyNot
+from serve_common.runtime.health import HealthProbe, Heartbeat
 from serve_common.runtime.operations import NAMES_PARAMETER, OperationsSite
 from serve_common.runtime.settings import OperationsSettings
 from serve_common.runtime.tasks import TaskOwner
@@ -30,11 +30,11 @@ class ProcessOperations:
     """Serves ``/metrics``, ``/healthz`` and ``/readyz`` for all children."""
 
     def __init__(
-        self, settings: OperationsSettings, children: Mapping[int, Child], why_not_ready: WhyNot
+        self, settings: OperationsSettings, children: Mapping[int, Child], readiness_error: HealthProbe
     ) -> None:
         """``children`` is read for each request, by another thread."""
         self._heartbeat = Heartbeat(settings.unhealthy_after_s)
-        self._site = OperationsSite(settings, _ChildrenPages(children, self._heartbeat, why_not_ready))
+        self._site = OperationsSite(settings, _ChildrenPages(children, self._heartbeat, readiness_error))
         self._tasks = TaskOwner("process_operations")
 
     @property
@@ -57,10 +57,12 @@ class ProcessOperations:
 class _ChildrenPages:
     """Pages merged from all children, which are queried for each response."""
 
-    def __init__(self, children: Mapping[int, Child], heartbeat: Heartbeat, why_not_ready: WhyNot) -> None:
+    def __init__(
+        self, children: Mapping[int, Child], heartbeat: Heartbeat, readiness_error: HealthProbe
+    ) -> None:
         self._children = children
         self._heartbeat = heartbeat
-        self._why_not_ready = why_not_ready
+        self._why_not_ready = readiness_error
         self._session: aiohttp.ClientSession | None = None
 
     async def metrics(self, names: Collection[str]) -> bytes:
@@ -73,13 +75,11 @@ class _ChildrenPages:
         }
         return (await asyncio.to_thread(merge_metrics, pages)).encode()
 
-    async def why_not_healthy(self) -> str | None:
-        return self._heartbeat.why_not_healthy() or await self._collect_errors(
-            "/healthz", listening_only=True
-        )
+    async def health_error(self) -> str | None:
+        return self._heartbeat.health_error() or await self._collect_errors("/healthz", listening_only=True)
 
-    async def why_not_ready(self) -> str | None:
-        error = self._heartbeat.why_not_healthy() or self._why_not_ready()
+    async def readiness_error(self) -> str | None:
+        error = self._heartbeat.health_error() or self._why_not_ready()
         return error or await self._collect_errors("/readyz", listening_only=False)
 
     async def close(self) -> None:

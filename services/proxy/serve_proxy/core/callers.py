@@ -35,7 +35,7 @@ def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
     if not read.forwarded_for and not read.forwarded_proto and not read.has_forwarded_host:
         forwarded += _build_direct_headers(peer, scheme, read.host)
         return peer, scheme
-    client = client_of(read.forwarded_for, peer)
+    client = get_client(read.forwarded_for, peer)
     if read.forwarded_for:
         forwarded.append((b"x-forwarded-for", b"%b, %b" % (read.forwarded_for, _get_host(peer))))
     elif peer:
@@ -49,7 +49,7 @@ def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
     return client, scheme
 
 
-def client_of(forwarded_for: bytes, peer: str) -> str:
+def get_client(forwarded_for: bytes, peer: str) -> str:
     """The first client in ``X-Forwarded-For`` as ``host:port``, or else the ``peer``."""
     if not forwarded_for:
         return peer

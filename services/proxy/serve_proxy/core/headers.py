@@ -307,7 +307,7 @@ def _encode_name(option: str) -> bytes:
     return option.lower().encode()
 
 
-def value_of(read: RequestHeaders, option: str) -> bytes:
+def get_header_value(read: RequestHeaders, option: str) -> bytes:
     """The first value of the header named by an endpoint's ``option``; empty when there is none."""
     if not option:
         return b""
@@ -376,11 +376,11 @@ def _as_utf8(value: bytes) -> str:
         return value.decode("latin-1").encode("ascii", "replace").decode("ascii")
 
 
-def as_exact_text(headers: Headers) -> list[tuple[str, str]]:
+def decode_headers_exact(headers: Headers) -> list[tuple[str, str]]:
     """Headers as text that `as_bytes` turns back into the same bytes; it may contain surrogates."""
     return [(name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in headers]
 
 
 def as_bytes(text: str) -> bytes:
-    """The bytes of a header's text, such as from `as_exact_text`."""
+    """The bytes of a header's text, such as from `decode_headers_exact`."""
     return text.encode("utf-8", "surrogateescape")

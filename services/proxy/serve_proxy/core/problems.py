@@ -30,7 +30,7 @@ _RETRYABLE_CODES: Final = frozenset(
 """Codes of replica errors that get a Retry-After: a downstream deployment was full or unreachable."""
 
 
-class ProxyLeaves(BusUnavailable):
+class ProxyDraining(BusUnavailable):
     """This proxy is draining and accepts no long-lived connection; another proxy will."""
 
     error_code = "draining"
@@ -123,7 +123,7 @@ class _Body(msgspec.Struct, frozen=True):
 CONTENT_TYPE: Final = "application/problem+json"
 
 
-def problem_of(error: ServeError) -> Problem:
+def build_problem(error: ServeError) -> Problem:
     """The problem sent to the client for ``error``."""
     headers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, ReplicaError):

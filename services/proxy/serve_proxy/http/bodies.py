@@ -16,13 +16,13 @@ from aiohttp import HttpVersion11, web
 from aiohttp.streams import StreamReader
 
 from serve_common.config.endpoint import HttpOptions
-from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, UploadRoom
+from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, UploadMemory
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow
 
 _log = structlog.get_logger(__name__)
 
-LOOK_EVERY_S: Final = 5.0
+MEMORY_CHECK_PERIOD_S: Final = 5.0
 GROWN_BYTES_MIN: Final = 16 * 1024 * 1024
 """Minimum growth before memory is trimmed: returning less is not worth scanning the whole heap."""
 _TRIES_MAX: Final = 6
@@ -30,8 +30,8 @@ _TRIES_MAX: Final = 6
 _STATM: Final = Path("/proc/self/statm")
 
 
-async def give_back_memory(room: UploadRoom) -> None:
-    """Every `LOOK_EVERY_S`, trim the heap if the process has grown while few bodies are held; runs forever.
+async def give_back_memory(room: UploadMemory) -> None:
+    """Every `MEMORY_CHECK_PERIOD_S`, trim the heap if the process has grown while few bodies are held; runs forever.
 
     Returns at once where the C library has no ``malloc_trim``.
     """
@@ -41,7 +41,7 @@ async def give_back_memory(room: UploadRoom) -> None:
     least_bytes = resident_bytes()
     tries = 0
     while True:
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(MEMORY_CHECK_PERIOD_S)
         now_bytes = resident_bytes()
         least_bytes = min(least_bytes, now_bytes)
         if now_bytes - least_bytes < GROWN_BYTES_MIN:
@@ -75,7 +75,7 @@ PERIOD_S: Final = 10.0
 
 
 @final
-class Pace:
+class MinRateGuard:
     """Context manager that enforces a minimum rate on one body's transfer."""
 
     __slots__ = ("_last", "_least_bytes", "_loop", "_on_slow", "_progress", "_timer")
@@ -145,7 +145,7 @@ async def receive_body(
     request: web.BaseRequest,
     options: HttpOptions,
     deadline: float,
-    room: UploadRoom,
+    room: UploadMemory,
     *,
     is_welcomed: bool,
     is_copied: bool,
@@ -165,7 +165,7 @@ async def receive_body(
             whole = await request.read() if is_welcomed else content.read_nowait()
             return _check_size(whole, options.body_bytes_max)
         if not is_welcomed:
-            await let_continue(request)
+            await send_continue(request)
         if is_copied:
             wanted_bytes = COPIED_BYTES_MAX
         elif announced is None or announced > COLLECTED_BYTES_MAX:
@@ -185,7 +185,7 @@ async def receive_body(
 
 
 async def _collect(
-    content: StreamReader, options: HttpOptions, deadline: float, room: UploadRoom, wanted_bytes: int
+    content: StreamReader, options: HttpOptions, deadline: float, room: UploadMemory, wanted_bytes: int
 ) -> bytes:
     """At least ``wanted_bytes``; fewer at the body's end, and when all uploads together hold too much memory."""
     pieces: list[bytes] = []
@@ -197,7 +197,7 @@ async def _collect(
     scope = asyncio.timeout_at(deadline)
     try:
         async with scope:
-            with Pace(options.body_rate_min, lambda: size, on_too_slow):
+            with MinRateGuard(options.body_rate_min, lambda: size, on_too_slow):
                 while size < wanted_bytes and (piece := await content.readany()):
                     size += len(piece)
                     room.change(len(piece))
@@ -212,7 +212,7 @@ async def _collect(
 
 
 async def feed_body(
-    request: web.BaseRequest, body: RequestBody, options: HttpOptions, room: UploadRoom
+    request: web.BaseRequest, body: RequestBody, options: HttpOptions, room: UploadMemory
 ) -> None:
     """Read the rest of a body at the rate it is consumed; an error in it fails the request."""
     content = request.content
@@ -222,7 +222,9 @@ async def feed_body(
         body.fail(BodyTooSlow(f"the body comes at less than {options.body_rate_min} bytes a second"))
 
     try:
-        with Pace(options.body_rate_min, lambda: body.received_bytes if is_waiting else None, on_too_slow):
+        with MinRateGuard(
+            options.body_rate_min, lambda: body.received_bytes if is_waiting else None, on_too_slow
+        ):
             while not body.is_closed:
                 is_waiting = True
                 data = await (content.read(FRAME_BODY_BYTES_MAX) if room.is_crowded else content.readany())
@@ -247,7 +249,7 @@ async def _wait_for_room(request: web.BaseRequest, body: RequestBody) -> None:
     while True:
         try:
             async with asyncio.timeout(_DISCONNECT_POLL_S):
-                await body.wait_for_room()
+                await body.wait_for_capacity()
         except TimeoutError:
             transport = request.transport
             if transport is not None and _is_disconnected(transport):
@@ -282,7 +284,7 @@ def _check_size(body: bytes, bytes_max: int) -> bytes:
     return body
 
 
-async def let_continue(request: web.BaseRequest) -> None:
+async def send_continue(request: web.BaseRequest) -> None:
     """Send 100 Continue to a client that expects it."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -22,8 +22,8 @@ from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import ServeError
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
-from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, problem_of
-from serve_proxy.http.fast_path import FastExchange
+from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_problem
+from serve_proxy.http.fast_path import FastPathRequest
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import SERVER_NAME, problem_response
 from serve_proxy.shell.access_log import AccessLog
@@ -31,15 +31,15 @@ from serve_proxy.shell.access_log import AccessLog
 _REASON_LENGTH_MAX = 200
 
 
-def problem_of_unread(error: BaseException | None, message: str | None) -> Problem | None:
+def build_parse_problem(error: BaseException | None, message: str | None) -> Problem | None:
     """The problem of an unreadable request; None for other errors. ``message`` is more specific than the error's."""
     if isinstance(error, HeadTooSlow):
-        return problem_of(error)
+        return build_problem(error)
     if isinstance(error, LineTooLong):
-        return problem_of(HeadersTooLarge("a line of the request's head is too long"))
+        return build_problem(HeadersTooLarge("a line of the request's head is too long"))
     if isinstance(error, HttpProcessingError):
         reason = (message or str(error)).partition("\n")[0][:_REASON_LENGTH_MAX]
-        return problem_of(BadRequest("request", reason))
+        return build_problem(BadRequest("request", reason))
     return None
 
 
@@ -79,9 +79,9 @@ class ConnectionOwner(Protocol):
         """Seconds within which the head of a request must arrive."""
         ...
 
-    def take_simple(
+    def try_fast_path(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
-    ) -> FastExchange | None:
+    ) -> FastPathRequest | None:
         """The exchange of a simple request; None when it must take the regular path."""
         ...
 
@@ -122,7 +122,7 @@ class HttpConnection(web.RequestHandler):
     def __init__(self, manager: web.Server, owner: ConnectionOwner, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._http = owner
-        self._fast: FastExchange | None = None
+        self._fast: FastPathRequest | None = None
         """The request on the fast path that is in flight."""
         self._stream_task: OwnedTask | None = None
         self._peer = ""
@@ -252,7 +252,7 @@ class HttpConnection(web.RequestHandler):
         start_at = (last + data[: len(_HEAD_END) - 1]).find(_HEAD_END)
         return start_at + len(_HEAD_END) - len(last) if start_at >= 0 else 0
 
-    def finish_fast(self, answer: bytes, *, closes: bool) -> None:
+    def finish_fast_path(self, answer: bytes, *, closes: bool) -> None:
         """Write the complete response, and go on with the requests behind it."""
         self._fast = None
         self._http.in_flight -= 1
@@ -262,13 +262,13 @@ class HttpConnection(web.RequestHandler):
         transport.write(answer)
         self._after_fast(closes=closes)
 
-    def refuse_fast(self, answer: bytes) -> None:
+    def refuse_fast_path(self, answer: bytes) -> None:
         """Write the complete response to a request whose body is not read, and discard the rest."""
         if self.transport is not None:
             self.transport.write(answer)
             self.drop_rest()
 
-    def stream_fast(self, exchange: FastExchange, call: Call, answer: Response) -> None:
+    def stream_fast_path(self, exchange: FastPathRequest, call: Call, answer: Response) -> None:
         """Write a streamed response in a task."""
         self._stream_task = self._http.tasks.start(self._stream(exchange, call, answer), name="stream")
 
@@ -289,7 +289,7 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def _start_fast(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        exchange = self._http.take_simple(self, message, payload)
+        exchange = self._http.try_fast_path(self, message, payload)
         if exchange is None:
             return False
         self._request_count += 1
@@ -314,7 +314,7 @@ class HttpConnection(web.RequestHandler):
         if self._messages:
             self._wake()
 
-    async def _stream(self, exchange: FastExchange, call: Call, answer: Response) -> None:
+    async def _stream(self, exchange: FastPathRequest, call: Call, answer: Response) -> None:
         """Write a streamed response as the regular path does."""
         closes, status = True, CLIENT_GONE
         try:
@@ -443,7 +443,7 @@ class HttpConnection(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = uuid.uuid4().hex
-        problem = problem_of_unread(exc, message)
+        problem = build_parse_problem(exc, message)
         if problem is None:
             _log.error("connection_failed", exc_info=exc)
             problem = Problem(status=status, code="internal", message="the proxy failed")

@@ -23,15 +23,15 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.callers import earliest_deadline, forward
 from serve_proxy.core.headers import (
     RequestHeaders,
+    get_header_value,
     read_checked_headers,
     read_request_headers,
     use_host,
-    value_of,
 )
-from serve_proxy.core.problems import BodiesFull, Problem, problem_of
+from serve_proxy.core.problems import BodiesFull, Problem, build_problem
 from serve_proxy.http.bodies import body_need, check_announced, feed_body, receive_body
-from serve_proxy.http.middlewares import MiddlewareExchange
-from serve_proxy.http.request_heads import authority_of, is_socket_wanted, peer_of, scheme_of
+from serve_proxy.http.middlewares import MiddlewareRequestState
+from serve_proxy.http.request_heads import get_authority, get_peer, get_scheme, is_socket_wanted
 from serve_proxy.http.responses import problem_response, respond, whole_bytes
 from serve_proxy.http.websockets import HttpSockets
 from serve_proxy.shell.access_log import AccessLog
@@ -43,7 +43,7 @@ _DEFAULT_SHARD_KEY: Final = EndpointOptions().shard_key_header
 _CLOCK: Final = SystemClock()
 
 
-def ask_of(
+def build_request_spec(
     endpoint: Endpoint,
     headers: RequestHeaders,
     *,
@@ -72,8 +72,8 @@ def ask_of(
     if options.shard_key_header == _DEFAULT_SHARD_KEY:
         shard_key = headers.shard_key
     else:
-        shard_key = value_of(headers, options.shard_key_header)
-    backend = value_of(headers, options.backend_header) if options.backend_header else b""
+        shard_key = get_header_value(headers, options.shard_key_header)
+    backend = get_header_value(headers, options.backend_header) if options.backend_header else b""
     client, scheme = forward(headers, peer, scheme)
     if kind is _WEBSOCKET:
         scheme = "wss" if scheme == "https" else "ws"
@@ -97,7 +97,7 @@ def ask_of(
         scheme=scheme,
         call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
         shard_key=shard_key.decode("latin-1") if shard_key else "",
-        backend_tag=endpoint.backend_named(backend) if backend else None,
+        backend_tag=endpoint.select_backend(backend) if backend else None,
         is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
         deadline=deadline,
     )
@@ -133,7 +133,7 @@ class _RequestState:
         path: str,
         query: str,
         options: HttpOptions,
-        exchange: MiddlewareExchange | None,
+        exchange: MiddlewareRequestState | None,
         tally: RequestStats,
     ) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class _RequestState:
 
 
 @final
-class EndpointAnswers:
+class EndpointHandler:
     """Dispatches requests to endpoints, and writes their responses."""
 
     def __init__(self, ingress: Ingress, new_request_id: Callable[[], str], forwarded_hops: int) -> None:
@@ -176,7 +176,7 @@ class EndpointAnswers:
         options: HttpOptions,
         *,
         following: RequestTraces | AccessLog | None,
-        exchange: MiddlewareExchange | None,
+        exchange: MiddlewareRequestState | None,
     ) -> web.StreamResponse:
         """The response of the endpoint for ``path``.
 
@@ -190,7 +190,7 @@ class EndpointAnswers:
             state.request_id = headers.request_id or self._new_request_id()
             state.deadline = self._now() + options.request_timeout_s
             if following is not None:
-                scheme, peer = scheme_of(request), peer_of(request)
+                scheme, peer = get_scheme(request), get_peer(request)
                 following.begin(
                     headers,
                     request.method,
@@ -208,7 +208,7 @@ class EndpointAnswers:
         try:
             response = await self._answer_endpoint(request, headers, state)
         except ServeError as error:
-            problem = state.problem = problem_of(error)
+            problem = state.problem = build_problem(error)
             state.status = problem.status
             response = problem_response(problem, state.request_id)
         except (asyncio.CancelledError, ConnectionError):
@@ -238,7 +238,7 @@ class EndpointAnswers:
             headers = read_checked_headers(request.raw_headers)
         else:
             headers = read_request_headers(request.raw_headers, self._forwarded_hops)
-        authority = authority_of(request)
+        authority = get_authority(request)
         if authority:
             use_host(headers, authority)
         return headers
@@ -278,7 +278,7 @@ class EndpointAnswers:
                 is_welcomed=state.exchange is not None,
                 is_copied=bool(endpoint.shadows),
             )
-        ask = ask_of(
+        ask = build_request_spec(
             endpoint,
             headers,
             method=method,
@@ -288,8 +288,8 @@ class EndpointAnswers:
             request_id=state.request_id,
             now=self._now(),
             deadline=state.deadline,
-            peer=peer_of(request),
-            scheme=scheme_of(request),
+            peer=get_peer(request),
+            scheme=get_scheme(request),
             kind=RequestKind.WEBSOCKET if is_socket else RequestKind.HTTP,
         )
         if ask.upload is None:

@@ -30,9 +30,9 @@ from serve_proxy.core.headers import (
     read_request_headers,
     read_response_head,
 )
-from serve_proxy.core.problems import BodiesFull, Problem, problem_of
+from serve_proxy.core.problems import BodiesFull, Problem, build_problem
 from serve_proxy.http.bodies import COPIED_BYTES_MAX, body_need
-from serve_proxy.http.endpoint import ask_of
+from serve_proxy.http.endpoint import build_request_spec
 from serve_proxy.http.requests import OWN_PREFIX, HttpRequests
 from serve_proxy.http.responses import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.shell.ingress import Ingress
@@ -55,21 +55,21 @@ class Connection(Protocol):
         """Address of the client as ``host:port``."""
         ...
 
-    def finish_fast(self, answer: bytes, *, closes: bool) -> None:
+    def finish_fast_path(self, answer: bytes, *, closes: bool) -> None:
         """Write the complete response, and go on with the requests behind it."""
         ...
 
-    def refuse_fast(self, answer: bytes) -> None:
+    def refuse_fast_path(self, answer: bytes) -> None:
         """Write the complete response to a request whose body is still arriving, and read no further request."""
         ...
 
-    def stream_fast(self, exchange: FastExchange, call: Call, answer: Response) -> None:
+    def stream_fast_path(self, exchange: FastPathRequest, call: Call, answer: Response) -> None:
         """Write a streamed response; the exchange is notified when it has ended."""
         ...
 
 
 @final
-class FastExchange:
+class FastPathRequest:
     """One request on the fast path, from its last byte to its response."""
 
     __slots__ = (
@@ -124,10 +124,10 @@ class FastExchange:
             self._tally = endpoint.tally
             if len(body) >= COUNTED_BYTES_MIN:
                 if not self._ingress.room.admit(len(body)):
-                    raise BodiesFull  # noqa: TRY301 - handled like what `admit` and `ask_of` raise
+                    raise BodiesFull  # noqa: TRY301 - handled like what `admit` and `build_request_spec` raise
                 self._need_bytes = len(body)
             now = requests.now()
-            ask = ask_of(
+            ask = build_request_spec(
                 endpoint,
                 read,
                 method=message.method,
@@ -187,7 +187,7 @@ class FastExchange:
 
     def _on_response(self, call: Call, answer: Response) -> None:
         if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
-            self._connection.stream_fast(self, call, answer)
+            self._connection.stream_fast_path(self, call, answer)
             return
         status = answer.status
         headers = tuple(answer.headers)
@@ -210,7 +210,7 @@ class FastExchange:
 
     def fail(self, error: ServeError) -> None:
         """Respond with ``error``."""
-        self._finish_problem(problem_of(error))
+        self._finish_problem(build_problem(error))
 
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
@@ -235,9 +235,9 @@ class FastExchange:
             )
         )
         if self._is_refused:
-            self._connection.refuse_fast(answer)
+            self._connection.refuse_fast_path(answer)
         else:
-            self._connection.finish_fast(answer, closes=closes)
+            self._connection.finish_fast_path(answer, closes=closes)
 
 
 def refuse_full(
@@ -265,7 +265,7 @@ def refuse_full(
     need_bytes = body_need(payload, announced, is_copied=bool(endpoint.shadows))
     if room.admits(need_bytes):
         return False
-    exchange = take_simple(connection, requests, ingress, message, payload)
+    exchange = try_fast_path(connection, requests, ingress, message, payload)
     if exchange is None:
         return False
     room.admit(need_bytes)  # which counts the refusal
@@ -273,13 +273,13 @@ def refuse_full(
     return True
 
 
-def take_simple(
+def try_fast_path(
     connection: Connection,
     requests: HttpRequests,
     ingress: Ingress,
     message: RawRequestMessage,
     payload: StreamReader,
-) -> FastExchange | None:
+) -> FastPathRequest | None:
     """The exchange, for `begin` or `refuse`, when ``message`` may take the fast path; otherwise None."""
     if (
         requests.has_middlewares
@@ -299,7 +299,7 @@ def take_simple(
     headers = read_request_headers(message.raw_headers, requests.forwarded_hops)
     if not is_host(headers.host) or headers.has_coding != message.chunked:
         return None
-    return FastExchange(connection, ingress, message, payload, headers)
+    return FastPathRequest(connection, ingress, message, payload, headers)
 
 
 @lru_cache(maxsize=256)

@@ -18,8 +18,8 @@ from serve_common.config.endpoint import HttpOptions
 from serve_common.dispatch.admission import RequestStats
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import ObservedRequest, checked_headers
-from serve_proxy.core.problems import Problem, problem_of
-from serve_proxy.http.bodies import check_announced, let_continue
+from serve_proxy.core.problems import Problem, build_problem
+from serve_proxy.http.bodies import check_announced, send_continue
 from serve_proxy.http.request_heads import replace_headers
 from serve_proxy.http.responses import as_response, problem_response
 from serve_proxy.shell.ingress import MiddlewareRefused
@@ -114,7 +114,7 @@ _MIDDLEWARE_GRACE_S: Final = 0.5
 
 
 @final
-class MiddlewareExchange:
+class MiddlewareRequestState:
     """State of one request across its middlewares."""
 
     __slots__ = ("_scope", "client", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
@@ -151,9 +151,9 @@ class MiddlewareExchange:
         try:
             check_announced(request, options.body_bytes_max)
         except ServeError as error:
-            self.problem = problem_of(error)
+            self.problem = build_problem(error)
             return problem_response(self.problem, self.request_id)
-        await let_continue(request)  # a middleware may want the body
+        await send_continue(request)  # a middleware may want the body
         try:
             async with self._scope:
                 response = await chain(cloned)
@@ -190,4 +190,4 @@ class MiddlewareExchange:
         return problem_response(problem, self.request_id)
 
 
-EXCHANGE: Final = web.RequestKey("muster.exchange", MiddlewareExchange)
+EXCHANGE: Final = web.RequestKey("muster.exchange", MiddlewareRequestState)

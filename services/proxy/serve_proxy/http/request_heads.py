@@ -31,7 +31,7 @@ def check_head(request: web.BaseRequest) -> None:
         raise UnknownCoding("transfer-encoding", "only chunked is understood here")
     else:
         is_last = False
-    if not (is_host(as_bytes(message.headers.get(hdrs.HOST, ""))) and is_host(authority_of(request))):
+    if not (is_host(as_bytes(message.headers.get(hdrs.HOST, ""))) and is_host(get_authority(request))):
         raise BadRequest("host", "is no name or address")
     if message.upgrade:
         upgrade = ",".join(message.headers.getall(hdrs.UPGRADE, ()))
@@ -57,25 +57,25 @@ def replace_headers(request: web.BaseRequest, raw: tuple[tuple[bytes, bytes], ..
     request._headers = headers  # noqa: SLF001 - as above
 
 
-def peer_of(request: web.BaseRequest) -> str:
+def get_peer(request: web.BaseRequest) -> str:
     """Address of the client as ``host:port``."""
     name = request.protocol.peername
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
 
 
-def scheme_of(request: web.BaseRequest) -> str:
+def get_scheme(request: web.BaseRequest) -> str:
     """Scheme of the client's connection: http or https."""
     return "https" if request.secure else "http"
 
 
-def authority_of(request: web.BaseRequest) -> bytes:
+def get_authority(request: web.BaseRequest) -> bytes:
     """The authority of an absolute-form target, as clients of forward proxies send it; otherwise empty."""
     if request.raw_path.startswith("/"):
         return b""
     return as_bytes(request._message.url.raw_authority)  # noqa: SLF001 - the request's own form has lost it
 
 
-def target_of(request: web.BaseRequest) -> str:
+def get_target(request: web.BaseRequest) -> str:
     """Path and query as the client sent them, in ASCII."""
     target = request.raw_path
     if not target.startswith("/"):

@@ -15,13 +15,13 @@ from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.errors import MethodNotAllowed
 from serve_common.errors import NotFound, ServeError
 from serve_proxy.core.access_line import AccessLine
-from serve_proxy.core.callers import client_of
+from serve_proxy.core.callers import get_client
 from serve_proxy.core.headers import REQUEST_ID, read_request_headers
-from serve_proxy.core.problems import Problem, problem_of
+from serve_proxy.core.problems import Problem, build_problem
 from serve_proxy.http.bodies import is_mostly_unread
-from serve_proxy.http.endpoint import EndpointAnswers
-from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareExchange, compose
-from serve_proxy.http.request_heads import check_head, peer_of, scheme_of, target_of
+from serve_proxy.http.endpoint import EndpointHandler
+from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareRequestState, compose
+from serve_proxy.http.request_heads import check_head, get_peer, get_scheme, get_target
 from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
 from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.ingress import Ingress
@@ -32,17 +32,17 @@ ROUTES_PATH: Final = "/-/routes"
 """Requests to it pass the middlewares, as all others do; health checks do not."""
 
 
-def answer_own_path(ingress: Ingress, method: str, path: str, request_id: str) -> web.Response:
+def serve_internal_path(ingress: Ingress, method: str, path: str, request_id: str) -> web.Response:
     """Serve ``/-/healthz`` and ``/-/routes``; every other path below the prefix is 404."""
     if path not in ("/-/healthz", ROUTES_PATH):
-        problem = problem_of(NotFound(f"{path[:200]} is none of the proxy's paths"))
+        problem = build_problem(NotFound(f"{path[:200]} is none of the proxy's paths"))
         return problem_response(problem, request_id)
     if method not in ("GET", "HEAD"):
-        return problem_response(problem_of(MethodNotAllowed(method, "GET, HEAD")), request_id)
+        return problem_response(build_problem(MethodNotAllowed(method, "GET, HEAD")), request_id)
     if path == ROUTES_PATH:
         body = msgspec.json.encode(ingress.routes.table.routes())
         return web.Response(body=body, content_type="application/json")
-    reason = ingress.why_not_routing()
+    reason = ingress.routing_error()
     if reason is None:
         return web.Response(text="ok\n")
     return web.Response(status=503, text=f"{reason}\n", headers={"Retry-After": "1"})
@@ -76,7 +76,7 @@ class HttpRequests:
         self._access_log = None if log_request is None else AccessLog(log_request, traces)
         self.forwarded_hops: Final = forwarded_hops
         """Number of trusted proxies in front, as `ProxySettings.forwarded_hops`."""
-        self._endpoints = EndpointAnswers(ingress, new_request_id, forwarded_hops)
+        self._endpoints = EndpointHandler(ingress, new_request_id, forwarded_hops)
         self.sockets: Final = self._endpoints.sockets
         self.use(options, ())
 
@@ -94,11 +94,11 @@ class HttpRequests:
 
         async def innermost(request: web.BaseRequest) -> web.StreamResponse:
             # A middleware may pass on another request than it received.
-            path, _, query = target_of(request).partition("?")
+            path, _, query = get_target(request).partition("?")
             exchange = request.get(EXCHANGE)
             if path.startswith(OWN_PREFIX):
                 request_id = self.new_request_id() if exchange is None else exchange.request_id
-                return answer_own_path(self._ingress, request.method, path, request_id)
+                return serve_internal_path(self._ingress, request.method, path, request_id)
             return await self._endpoints.answer(
                 request, path, query, options, following=self.following, exchange=exchange
             )
@@ -114,11 +114,13 @@ class HttpRequests:
         try:
             check_head(request)
         except ServeError as error:
-            return self._refuse(request, problem_of(error))
-        path, _, query = target_of(request).partition("?")
+            return self._refuse(request, build_problem(error))
+        path, _, query = get_target(request).partition("?")
         if path.startswith(OWN_PREFIX) and (path != ROUTES_PATH or self._chain is None):
             request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
-            response: web.StreamResponse = answer_own_path(self._ingress, request.method, path, request_id)
+            response: web.StreamResponse = serve_internal_path(
+                self._ingress, request.method, path, request_id
+            )
             response.headers[REQUEST_ID] = request_id
         else:
             if not self._ingress.is_open:
@@ -141,8 +143,8 @@ class HttpRequests:
         self._ingress.routes.unmatched.add(request.method, problem.status, 0.0)
         request_id = self.new_request_id()
         if isinstance(self.following, AccessLog):
-            path = target_of(request).partition("?")[0]
-            self.following.refused(request.method, path, request_id, peer_of(request), problem)
+            path = get_target(request).partition("?")[0]
+            self.following.refused(request.method, path, request_id, get_peer(request), problem)
         response = problem_response(problem, request_id)
         response.headers["Server"] = SERVER_NAME
         response.force_close()
@@ -157,11 +159,11 @@ class HttpRequests:
         read = read_request_headers(request.raw_headers, self.forwarded_hops)
         request_id = read.request_id or self.new_request_id()
         deadline = self.now() + options.request_timeout_s
-        client = client_of(read.forwarded_for, peer_of(request))
-        exchange = MiddlewareExchange(request_id, deadline, self._ingress.routes.unmatched, client)
+        client = get_client(read.forwarded_for, get_peer(request))
+        exchange = MiddlewareRequestState(request_id, deadline, self._ingress.routes.unmatched, client)
         if self.following is not None:
-            path = target_of(request).partition("?")[0]
-            scheme, peer = scheme_of(request), peer_of(request)
+            path = get_target(request).partition("?")[0]
+            scheme, peer = get_scheme(request), get_peer(request)
             self.following.begin(
                 read, request.method, path, scheme, request_id, peer=peer, body=request.content
             )

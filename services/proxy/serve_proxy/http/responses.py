@@ -16,12 +16,12 @@ from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
 from serve_common.dispatch.calls import Call, Response, ResponseBody
-from serve_common.dispatch.errors import ResponseUnusable, error_type_of
+from serve_common.dispatch.errors import ResponseUnusable, get_error_type
 from serve_common.errors import ServeError
-from serve_proxy.core.headers import REQUEST_ID, as_bytes, as_exact_text, read_response_head
+from serve_proxy.core.headers import REQUEST_ID, as_bytes, decode_headers_exact, read_response_head
 from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
 from serve_proxy.core.problems import Problem, encode_problem
-from serve_proxy.http.bodies import Pace
+from serve_proxy.http.bodies import MinRateGuard
 from serve_proxy.shell.access_log import LoggedRequest
 from serve_proxy.shell.ingress import Ingress
 
@@ -92,7 +92,7 @@ async def respond(
     except ValueError as error:
         ingress.abandon(call)
         raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
-    headers = CIMultiDict(as_exact_text(forwarded))
+    headers = CIMultiDict(decode_headers_exact(forwarded))
     headers[REQUEST_ID] = request_id
     if request.method == "HEAD" or answer.status in (204, 304):
         ingress.abandon(call)
@@ -114,7 +114,7 @@ async def respond(
         observer = call.ask.trace
         if isinstance(observer, LoggedRequest):
             observer.sends(progress, is_stream=answer.stream is not None)
-        with Pace(
+        with MinRateGuard(
             rate_min, progress.taken_bytes, partial(_disconnect_slow_client, request, request_id, progress)
         ):
             if answer.stream is None:
@@ -129,7 +129,7 @@ async def respond(
 
 
 class _Progress:
-    """How much of a response a client has read; a `SentAnswer`."""
+    """How much of a response a client has read; a `ResponseProgress`."""
 
     __slots__ = ("_transport", "failure", "written_bytes")
 
@@ -170,7 +170,7 @@ async def _stream(
             )
     except ServeError as error:
         _log.warning("answer_broke_off", reason=str(error), written_bytes=progress.written_bytes)
-        progress.failure = error_type_of(error)
+        progress.failure = get_error_type(error)
         _abort(request, error)
 
 

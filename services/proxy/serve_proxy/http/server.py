@@ -20,7 +20,7 @@ from serve_common.dispatch.calls import Call, Response
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.connection import HttpConnection
-from serve_proxy.http.fast_path import FastExchange, refuse_full, take_simple
+from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import respond
 from serve_proxy.shell.ingress import Ingress
@@ -39,7 +39,7 @@ _PROGRAM: Final = (
 )
 
 
-def let_nobody_in(listener: socket.socket) -> None:
+def drop_new_connections(listener: socket.socket) -> None:
     """Drop new connections on a listening TCP socket from now on; established ones can still be accepted.
 
     Raises OSError where the system has no such filters.
@@ -123,7 +123,7 @@ class HttpServer:
             with contextlib.suppress(
                 OSError
             ):  # a system without socket filters: then a few connections may be reset
-                let_nobody_in(listening_socket)
+                drop_new_connections(listening_socket)
         listener.close()
         waiting: list[socket.socket] = []
         for listening_socket in listening_sockets:
@@ -152,11 +152,11 @@ class HttpServer:
         """Seconds within which the head of a request must arrive."""
         return self.requests.options.header_timeout_s
 
-    def take_simple(
+    def try_fast_path(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
-    ) -> FastExchange | None:
+    ) -> FastPathRequest | None:
         """The exchange of a simple request; None when it must take the regular path."""
-        return take_simple(connection, self.requests, self._ingress, message, payload)
+        return try_fast_path(connection, self.requests, self._ingress, message, payload)
 
     def refuse_full(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader

@@ -18,13 +18,13 @@ from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.http_websocket import WebSocketError, WebSocketReader, WebSocketWriter, WSCloseCode
 
 from serve_common.dispatch.calls import RequestSpec, Response
-from serve_common.dispatch.errors import ResponseUnusable, error_type_of
+from serve_common.dispatch.errors import ResponseUnusable, get_error_type
 from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, ReplicaSocket, SocketClosed
 from serve_common.errors import ServeError, TransientError
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
-from serve_proxy.core.problems import ProxyLeaves, UpgradeRefused
-from serve_proxy.http.bodies import Pace
+from serve_proxy.core.problems import ProxyDraining, UpgradeRefused
+from serve_proxy.http.bodies import MinRateGuard
 from serve_proxy.http.responses import READS_TOO_SLOWLY, SERVER_NAME
 from serve_proxy.shell.access_log import LoggedRequest
 from serve_proxy.shell.ingress import Ingress
@@ -93,9 +93,9 @@ class HttpSockets:
             _close(socket, GOING_AWAY, "this proxy is shutting down")
 
     def check(self, request: web.BaseRequest) -> None:
-        """Validate a handshake. Raises `ProxyLeaves` while draining, and as `check_handshake`."""
+        """Validate a handshake. Raises `ProxyDraining` while draining, and as `check_handshake`."""
         if self._ingress.is_draining:
-            raise ProxyLeaves("this proxy is shutting down")
+            raise ProxyDraining("this proxy is shutting down")
         check_handshake(request)
 
     async def serve(
@@ -140,7 +140,7 @@ class HttpSockets:
 
         def taken_bytes() -> int | None:
             unsent_bytes = 0 if transport is None else transport.get_write_buffer_size()
-            return response.said_bytes - unsent_bytes if unsent_bytes else None
+            return response.sent_message_bytes - unsent_bytes if unsent_bytes else None
 
         def cut_off() -> None:
             _log.warning("client_reads_too_slowly", request_id=request_id)
@@ -148,20 +148,20 @@ class HttpSockets:
             if transport is not None:
                 transport.abort()
 
-        with Pace(rate_min, taken_bytes, cut_off):
+        with MinRateGuard(rate_min, taken_bytes, cut_off):
             try:
                 while True:
                     event = await socket.receive()
                     if isinstance(event, SocketClosed):
                         break
-                    response.said_messages += 1
-                    response.said_bytes += len(event.data)
+                    response.sent_messages += 1
+                    response.sent_message_bytes += len(event.data)
                     await response.send_frame(
                         event.data, WSMsgType.TEXT if event.is_text else WSMsgType.BINARY
                     )
             except ServeError as error:
                 _log.info("socket_failed", request_id=request_id, reason=str(error))
-                response.failure = response.failure or error_type_of(error)
+                response.failure = response.failure or get_error_type(error)
                 event = SocketClosed(self._code_of(error), str(error))
                 _close(socket, event.code, event.reason)  # when the error is on this side
             except (
@@ -218,16 +218,16 @@ async def _from_client(response: _ClientSocket, socket: ReplicaSocket) -> None:
         while True:
             message = await response.receive()
             if message.type is WSMsgType.BINARY:
-                response.heard_messages += 1
-                response.heard_bytes += len(message.data)
+                response.received_messages += 1
+                response.received_message_bytes += len(message.data)
                 is_open = await socket.send(message.data, is_text=False)
             elif message.type is WSMsgType.TEXT:
                 if not _is_text(message.data):
                     response.has_failed = True
                     socket.close(BAD_TEXT, "a text message is not UTF-8")
                     return
-                response.heard_messages += 1
-                response.heard_bytes += len(message.data)
+                response.received_messages += 1
+                response.received_message_bytes += len(message.data)
                 is_open = await socket.send(message.data, is_text=True)
             else:
                 _end(response, socket, message.type, message.data, message.extra)
@@ -333,10 +333,10 @@ class _ClientSocket(web.WebSocketResponse[bool]):
 
     has_failed = False
     """The client has violated the protocol."""
-    heard_messages = 0
-    heard_bytes = 0
-    said_messages = 0
-    said_bytes = 0
+    received_messages = 0
+    received_message_bytes = 0
+    sent_messages = 0
+    sent_message_bytes = 0
     last_code = 0
     failure = ""
 

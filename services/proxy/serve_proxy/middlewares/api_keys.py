@@ -99,7 +99,7 @@ def _digest(key: str, where: str) -> bytes:
 
 _log = structlog.get_logger(__name__)
 
-LOOK_INTERVAL_S: Final = 1.0
+KEY_FILE_CHECK_PERIOD_S: Final = 1.0
 READ_TIMEOUT_S: Final = 2.0
 FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 
@@ -116,7 +116,7 @@ class KeyFile:
         self._field = field
         self._version: _Version | None = None
         self._is_reloading = False
-        self._reload_at = time.monotonic() + LOOK_INTERVAL_S
+        self._reload_at = time.monotonic() + KEY_FILE_CHECK_PERIOD_S
         self._error = ""
         try:
             self._version = self._stat()
@@ -128,7 +128,7 @@ class KeyFile:
         """The valid keys; one request per second waits until the file was checked for changes."""
         now = time.monotonic()
         if now >= self._reload_at and not self._is_reloading:
-            self._reload_at = now + LOOK_INTERVAL_S
+            self._reload_at = now + KEY_FILE_CHECK_PERIOD_S
             self._is_reloading = True
             reloading = asyncio.get_running_loop().run_in_executor(None, self._reload_if_changed)
             reloading.add_done_callback(self._on_reloaded)

@@ -14,7 +14,7 @@ from serve_common.errors import BadField
 from serve_common.runtime.settings import Environment
 from serve_proxy.core.problems import Problem
 from serve_proxy.http.middlewares import Handler
-from serve_proxy.middlewares.exchange import add_vary, change_answer, refusal
+from serve_proxy.middlewares.exchange import add_vary, on_response_prepare, refusal
 
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -209,7 +209,7 @@ class CorsCheck:
         if origin is not None and request.method == "OPTIONS" and _REQUESTED_METHOD in request.headers:
             return self._preflight(request, origin)
         mark = partial(self._add_headers, origin)
-        change_answer(request, mark)
+        on_response_prepare(request, mark)
         try:
             response = await handler(request)
         except web.HTTPException as answer:

@@ -19,10 +19,10 @@ from serve_proxy.http.responses import problem_response
 API_KEY_NAME: Final = web.RequestKey("muster.api_key_name", str)
 """The name of a request's API key; set once the key was checked."""
 
-ChangeAnswer = Callable[[web.StreamResponse], None]
+ResponseHook = Callable[[web.StreamResponse], None]
 
 
-class _Changes(tuple[ChangeAnswer, ...]):
+class _Changes(tuple[ResponseHook, ...]):
     """Pending changes of a response's headers."""
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class _ChangedRequest(web.BaseRequest):
             change(response)
 
 
-def change_answer(request: web.BaseRequest, change: ChangeAnswer) -> None:
+def on_response_prepare(request: web.BaseRequest, change: ResponseHook) -> None:
     """Call ``change`` with a response that is sent before the handler returns, just before its headers are sent."""
     request[_CHANGES] = _Changes((*request.get(_CHANGES, ()), change))
     request.__class__ = _ChangedRequest

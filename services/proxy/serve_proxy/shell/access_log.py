@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Final, Protocol, final
 
 from serve_common.dispatch.calls import RequestSpec
-from serve_common.names import ReplicaTag, backend_tag_of
+from serve_common.names import ReplicaTag, parse_backend_tag
 from serve_common.protocol.frames import RequestKind
 from serve_proxy.core.access_line import METHOD_LENGTH_MAX, AccessLine, bounded_path
-from serve_proxy.core.callers import client_of
+from serve_proxy.core.callers import get_client
 from serve_proxy.core.headers import ReceivedBody, RequestHeaders
 from serve_proxy.core.problems import Problem
 from serve_proxy.shell.request_traces import RequestTraces, TracedRequest
@@ -26,7 +26,7 @@ _ABNORMAL: Final = 1006
 """Close code of a WebSocket that ended without a close frame (RFC 6455, 7.4.1)."""
 
 
-class SentAnswer(Protocol):
+class ResponseProgress(Protocol):
     """A response that is being sent to the client."""
 
     written_bytes: int
@@ -37,10 +37,10 @@ class SentAnswer(Protocol):
 class OpenSocket(Protocol):
     """A WebSocket with a client."""
 
-    heard_messages: int
-    heard_bytes: int
-    said_messages: int
-    said_bytes: int
+    received_messages: int
+    received_message_bytes: int
+    sent_messages: int
+    sent_message_bytes: int
     last_code: int
     """The close code sent by either side; 0 before that."""
     failure: str
@@ -93,7 +93,7 @@ class LoggedRequest:
         self._kind = _HTTP
         self._endpoint_tag = self._backend_tag = self._replica_tag = self._traceparent = ""
         self._attempts = 0
-        self._answer: SentAnswer | None = None
+        self._answer: ResponseProgress | None = None
         self._socket: OpenSocket | None = None
         self._is_ended = False
 
@@ -114,12 +114,12 @@ class LoggedRequest:
         if self._trace is not None:
             self._trace.waits(why)
 
-    def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
+    def attempt_started(self, replica: ReplicaTag, *, may_queue: bool) -> str:
         """Count the attempt and note its replica; returns the traceparent to send."""
         self._replica_tag = replica
         self._attempts += 1
         if self._trace is not None:
-            return self._trace.attempt_begun(replica, is_patient=is_patient)
+            return self._trace.attempt_started(replica, may_queue=may_queue)
         return self._traceparent
 
     def attempt_failed(self, kind: str, text: str) -> None:
@@ -144,8 +144,8 @@ class LoggedRequest:
             sent_bytes = answer.written_bytes
             error = error or answer.failure
         elif socket is not None:
-            bytes_in, sent_bytes = socket.heard_bytes, socket.said_bytes
-            messages_in, messages_out = socket.heard_messages, socket.said_messages
+            bytes_in, sent_bytes = socket.received_message_bytes, socket.sent_message_bytes
+            messages_in, messages_out = socket.received_messages, socket.sent_messages
             close_code = socket.last_code or _ABNORMAL
             error = error or socket.failure
         replica_tag = self._replica_tag
@@ -160,7 +160,7 @@ class LoggedRequest:
                 duration_ms=round((time.perf_counter() - self._started_at) * 1000, 3),
                 request_id=self._request_id,
                 endpoint_tag=self._endpoint_tag,
-                backend_tag=backend_tag_of(ReplicaTag(replica_tag)) if replica_tag else self._backend_tag,
+                backend_tag=parse_backend_tag(ReplicaTag(replica_tag)) if replica_tag else self._backend_tag,
                 replica_tag=replica_tag,
                 attempts=self._attempts or 1,
                 messages_in=messages_in,
@@ -178,7 +178,7 @@ class LoggedRequest:
 
     # -- only for the log --
 
-    def sends(self, answer: SentAnswer, *, is_stream: bool) -> None:
+    def sends(self, answer: ResponseProgress, *, is_stream: bool) -> None:
         """The ``answer`` is being sent; its size and failure are read at the end."""
         self._answer = answer
         if is_stream:
@@ -213,7 +213,7 @@ class AccessLog:
         trace = None
         if self._traces is not None:
             trace = self._traces.begin(headers, method, path, scheme, request_id)
-        client = client_of(headers.forwarded_for, peer)
+        client = get_client(headers.forwarded_for, peer)
         headers.follower = LoggedRequest(
             self._write, method, path, request_id, client=client, body=body, trace=trace
         )

@@ -25,11 +25,11 @@ from serve_proxy.core.headers import (
     ObservedRequest,
     RequestHeaders,
     as_text,
+    get_header_value,
     read_request_headers,
     read_response_head,
-    value_of,
 )
-from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, encode_problem, problem_of
+from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, build_problem, encode_problem
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_traces import RequestTraces
 
@@ -255,11 +255,11 @@ class Gateway:
             self._dropped.log(self._loop.time(), "call_without_inbox", reply=text)
             return
         if len(self._tasks) >= CALLS_MAX:
-            problem = problem_of(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
+            problem = build_problem(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
             self._replies.send_problem(reply, problem, "")
             return
         if not self._ingress.room.admit(len(payload)):
-            self._replies.send_problem(reply, problem_of(BodiesFull()), "")
+            self._replies.send_problem(reply, build_problem(BodiesFull()), "")
             return
         self._tasks.start(self._answer(subject, reply, payload, headers), name="call")
 
@@ -273,13 +273,13 @@ class Gateway:
         try:
             read = read_request_headers(_raw_headers(headers))
             request_id = read.request_id or request_id
-            tag = self._subjects.endpoint_of_call(subject.decode("utf-8", "replace"))
+            tag = self._subjects.parse_call_endpoint(subject.decode("utf-8", "replace"))
             if self._traces is not None:
                 self._traces.begin_call(read, tag, request_id)
                 trace = read.follower
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
-            in_pieces = value_of(read, WANTS_STREAM).lower() not in _FALSE_VALUES
+            in_pieces = get_header_value(read, WANTS_STREAM).lower() not in _FALSE_VALUES
             ask = self._build_request(endpoint, read, payload, request_id)
             call, answer = await self._ingress.ask(ask)
             try:
@@ -289,7 +289,7 @@ class Gateway:
                     self._ingress.abandon(call)
             status = answer.status
         except ServeError as error:
-            problem = problem_of(error)
+            problem = build_problem(error)
             status = problem.status
             self._replies.send_problem(reply, problem, request_id)
         except Exception as error:  # noqa: BLE001 - the caller must get a response; it is logged
@@ -329,8 +329,8 @@ class Gateway:
             request_id=request_id,
             traceparent=read.traceparent,
             call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
-            shard_key=value_of(read, options.shard_key_header).decode("latin-1"),
-            backend_tag=endpoint.backend_named(value_of(read, options.backend_header)),
+            shard_key=get_header_value(read, options.shard_key_header).decode("latin-1"),
+            backend_tag=endpoint.select_backend(get_header_value(read, options.backend_header)),
             is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
             trace=read.follower,

@@ -13,7 +13,7 @@ from serve_common.config.endpoint import HttpOptions, check_http_options
 from serve_common.dispatch.admission import Endpoint, admit, admit_call
 from serve_common.dispatch.calls import Call, DataPlaneBus, RequestSpec, Response
 from serve_common.dispatch.dispatcher import Dispatcher
-from serve_common.dispatch.request_body import UploadRoom
+from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BadField, BusUnavailable, ServeError
@@ -28,7 +28,7 @@ class HttpState(Protocol):
     """The HTTP options in force; implemented by `LiveOptions`."""
 
     @property
-    def why_not_in_force(self) -> str | None:
+    def pending_reason(self) -> str | None:
         """Why the newest options are not in force (yet); None when they are."""
         ...
 
@@ -51,11 +51,11 @@ class Ingress:
         *,
         on_applied: Callable[[], None],
         bus_wait_s: float,
-        room: UploadRoom | None = None,
+        room: UploadMemory | None = None,
     ) -> None:
         """``on_applied`` is called after each change of the routing state; ``bus_wait_s`` bounds `wait_open`."""
         self.is_draining = False
-        self.room: Final = UploadRoom() if room is None else room
+        self.room: Final = UploadMemory() if room is None else room
         """Memory budget for the bodies of all requests."""
         self.routes = routes
         self._dispatcher = dispatcher
@@ -77,7 +77,7 @@ class Ingress:
         finally:
             self._notify_applied()
 
-    def http_settled(self, snapshot_id: int) -> None:
+    def on_http_options_settled(self, snapshot_id: int) -> None:
         """The HTTP options of ``snapshot_id`` are in force, or were refused."""
         self.routes.confirm(HTTP_KEY, snapshot_id)
         self._notify_applied()
@@ -90,17 +90,17 @@ class Ingress:
         """
         return self._opened.is_set()
 
-    def why_not_routing(self) -> str | None:
+    def routing_error(self) -> str | None:
         """Why no request can be routed now; None when it can."""
         if not self._bus.is_connected:
             return "not connected to NATS"
         if not self.routes.is_filled:
             return "the bucket of snapshots was not read yet"
-        return None if self.is_open else self._http.why_not_in_force
+        return None if self.is_open else self._http.pending_reason
 
-    def why_not_ready(self) -> str | None:
+    def readiness_error(self) -> str | None:
         """Why this proxy should get no new requests; None when it should."""
-        return "draining" if self.is_draining else self.why_not_routing()
+        return "draining" if self.is_draining else self.routing_error()
 
     async def wait_open(self) -> None:
         """Wait for `is_open`, for a bounded time."""
@@ -111,7 +111,7 @@ class Ingress:
     def admit(self, method: str, path: str) -> Endpoint:
         """The endpoint for an HTTP request. Raises as `admission.admit`, and `BusUnavailable` before `is_open`."""
         if not self.is_open:
-            raise BusUnavailable(self.why_not_routing() or "this proxy is not ready")
+            raise BusUnavailable(self.routing_error() or "this proxy is not ready")
         return admit(self.routes.table, self.routes.endpoints, method, path)
 
     def admit_call(self, tag: EndpointTag) -> Endpoint:
@@ -140,7 +140,7 @@ class Ingress:
         self._dispatcher.abandon(call)
 
     def _notify_applied(self) -> None:
-        if self.routes.is_filled and self._http.why_not_in_force is None:
+        if self.routes.is_filled and self._http.pending_reason is None:
             self._opened.set()
         self._on_applied()
 
@@ -195,7 +195,7 @@ class LiveOptions(Generic[M]):
         self._newest_id = 0
 
     @property
-    def why_not_in_force(self) -> str | None:
+    def pending_reason(self) -> str | None:
         """Why the newest options are not in force (yet); None when they are."""
         if self._loading is not None:
             return "the middlewares are being imported"

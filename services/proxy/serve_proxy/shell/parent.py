@@ -62,7 +62,7 @@ class Parent:
         self._stopping.set()
         self._for_each_child(lambda child: child.stop())
 
-    def why_not_ready(self) -> str | None:
+    def readiness_error(self) -> str | None:
         """Which children are not running; None while all are."""
         missing = [str(n) for n in range(1, self._count + 1) if n not in self.children]
         return f"processes that do not run: {', '.join(missing)}" if missing else None

@@ -19,7 +19,7 @@ from serve_proxy.ports import ControlPlane
 
 _log = structlog.get_logger(__name__)
 
-REPORT_EVERY_S: Final = 1.0
+REPORT_INTERVAL_S: Final = 1.0
 _COALESCE_S: Final = 0.01
 """Seconds for which changes are coalesced into one report."""
 _SPACING_S: Final = 0.05
@@ -75,7 +75,7 @@ class Reports:
             await self.send()
             sent_at = loop.time()
             with contextlib.suppress(TimeoutError):  # a second has passed
-                async with asyncio.timeout(REPORT_EVERY_S):
+                async with asyncio.timeout(REPORT_INTERVAL_S):
                     await self._wake.wait()
                     await asyncio.sleep(max(_COALESCE_S, sent_at + _SPACING_S - loop.time()))
 

@@ -24,7 +24,7 @@ from serve_common.telemetry.spans import (
     cut,
     format_traceparent,
     parse_traceparent,
-    tracestate_of,
+    parse_tracestate,
 )
 from serve_common.telemetry.tracer import Tracer
 from serve_proxy.core.headers import ReceivedBody, RequestHeaders
@@ -110,13 +110,13 @@ class RequestTraces:
             headers.traceparent = format_traceparent(parent.trace_id, parent.span_id, is_sampled=False)
             return None
         return SpanRef(
-            parent.trace_id, parent.span_id, is_sampled=True, tracestate=tracestate_of(headers.forwarded)
+            parent.trace_id, parent.span_id, is_sampled=True, tracestate=parse_tracestate(headers.forwarded)
         )
 
     def _start_span(
         self, headers: RequestHeaders, name: str, attributes: dict[str, Value], parent: SpanRef
     ) -> TracedRequest:
-        span = self._tracer.begin_sampled(
+        span = self._tracer.start_sampled(
             name,
             SpanKind.SERVER,
             parent if parent.span_id else None,

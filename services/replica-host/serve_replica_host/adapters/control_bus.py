@@ -17,9 +17,9 @@ from nats.errors import Error as NatsError
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.names import HostId
-from serve_common.nats.client import NatsLogOutlet, close_nats, connect_nats, ping_nats
+from serve_common.nats.client import NatsClientLogSink, close_nats, connect_nats, ping_nats
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.operations import local_host_of
+from serve_common.runtime.operations import get_local_host
 from serve_common.runtime.settings import BusSettings
 
 _log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ class ControlBus:
         on_leader: Callable[[bytes], None],
         on_connected: Callable[[], None],
         on_reconnect: Callable[[], None],
-        logs: NatsLogOutlet | None = None,
+        logs: NatsClientLogSink | None = None,
     ) -> None:
         """``logs`` publishes over the current connection."""
         self._logs = logs
@@ -64,7 +64,7 @@ class ControlBus:
     @property
     def local_host(self) -> str | None:
         """This machine's address on the network of NATS; None while it is not connected."""
-        return local_host_of(self._client)
+        return get_local_host(self._client)
 
     async def ping(self, within_s: float) -> None:
         """Round trip to the server within ``within_s`` seconds. Raises `BusUnavailable`."""

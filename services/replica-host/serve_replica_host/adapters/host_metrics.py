@@ -18,8 +18,8 @@ from serve_common.protocol.reports import ReplicaStatus
 from serve_common.runtime.health import LoopLag
 from serve_common.runtime.operations import (
     add_observations,
-    family_of,
-    histogram_of,
+    build_family,
+    build_histogram_family,
     register_process_metrics,
 )
 from serve_common.telemetry.catalogue.services import (
@@ -118,24 +118,24 @@ class _HostCollector(Collector):
         self._files = files
 
     def collect(self) -> Iterable[Metric]:
-        info = family_of(HOST_INFO)
+        info = build_family(HOST_INFO)
         info.add_metric([self._host_id], 1.0)
         yield info
-        replicas, counts = family_of(HOST_REPLICAS), self.replicas
+        replicas, counts = build_family(HOST_REPLICAS), self.replicas
         for status in ReplicaStatus:
             replicas.add_metric([status.value], counts.get(status, 0))
         yield replicas
-        starts = histogram_of(START_SECONDS)
+        starts = build_histogram_family(START_SECONDS)
         for labels, observed in list(self.starts.items()):
             add_observations(starts, list(labels), observed.buckets, list(observed.counts), observed.total)
         yield starts
-        failures = family_of(REPLICA_ENDS)
+        failures = build_family(REPLICA_ENDS)
         for labels, count in list(self.failures.items()):
             failures.add_metric(list(labels), count)
         yield failures
-        reconnects = family_of(HOST_RECONNECTS)
+        reconnects = build_family(HOST_RECONNECTS)
         reconnects.add_metric([], self.reconnects)
         yield reconnects
-        left_out = family_of(METRICS_FILES_LEFT_OUT)
+        left_out = build_family(METRICS_FILES_LEFT_OUT)
         left_out.add_metric([], self._files.left_out)
         yield left_out

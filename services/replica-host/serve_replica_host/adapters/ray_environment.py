@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from serve_common.errors import BadField
-from serve_common.runtime.private_directory import make_own_directory
+from serve_common.runtime.private_directory import ensure_private_directory
 
-SESSIONS_KEPT: Final = 4
+SESSIONS_MAX: Final = 4
 
 _DEFAULTS: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -51,7 +51,7 @@ def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
     for name, value in _LOCAL_DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
-        make_own_directory(ray_directory(temp_dir))
+        ensure_private_directory(ray_directory(temp_dir))
     except OSError as error:
         raise BadField(
             "MUSTER_RAY_TEMP_DIR", f"{ray_directory(temp_dir)} cannot be this user's alone: {error}"
@@ -71,5 +71,5 @@ def remove_old_sessions(temp_dir: Path) -> None:
     sessions = [
         path for path in ray_directory(temp_dir).glob("session_2*") if path.is_dir() and not path.is_symlink()
     ]
-    for old in sorted(sessions, key=lambda path: path.name)[:-SESSIONS_KEPT]:
+    for old in sorted(sessions, key=lambda path: path.name)[:-SESSIONS_MAX]:
         shutil.rmtree(old, ignore_errors=True)

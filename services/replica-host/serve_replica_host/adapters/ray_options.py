@@ -78,7 +78,7 @@ def describe_end(pid: int, error: BaseException | None, address: str = "") -> st
 
 _log = structlog.get_logger(__name__)
 
-LOOK_EVERY_S: Final = 5.0
+MEMORY_CHECK_PERIOD_S: Final = 5.0
 _CLOSE_TIMEOUT_S: Final = 1.0
 _NOT_RESOURCES: Final = ("node:", "object_store_memory")
 
@@ -99,7 +99,7 @@ class RayResources:
         """Read the resources once; for a cluster, poll them from then on."""
         self.whole = _read_total()
         if is_cluster:
-            self._call_later(LOOK_EVERY_S, self._poll)
+            self._call_later(MEMORY_CHECK_PERIOD_S, self._poll)
 
     def close(self) -> None:
         """Stop polling: a call without a running Ray would start one. Waits briefly for a poll in progress."""
@@ -130,7 +130,7 @@ class RayResources:
         if self._is_open:
             if whole is not None:
                 self._update(whole)
-            self._call_later(LOOK_EVERY_S, self._poll)
+            self._call_later(MEMORY_CHECK_PERIOD_S, self._poll)
 
     def _update(self, whole: dict[str, float]) -> None:
         if whole != self.whole:

@@ -30,11 +30,11 @@ from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime import guardian
 from serve_common.runtime.settings import BusSettings
-from serve_common.telemetry.log_forwarder import PublishedRate
+from serve_common.telemetry.log_forwarder import TokenBucket
 from serve_replica_host.adapters.local_process import UnixUser, drop_privileges
 from serve_replica_host.adapters.ray_protocol import (
     NOTICE_BYTES_MAX,
-    RESOURCES_EVERY_S,
+    RESOURCES_INTERVAL_S,
     UNSENT_BYTES_MAX,
     Call,
     CheckHealth,
@@ -155,7 +155,7 @@ class RayProcess:
 
     async def run(self) -> None:
         """Process its notices. Raises `RayUnavailable` when it exits or violates the protocol."""
-        rate = PublishedRate(_NOTICES_PER_S, _NOTICES_BURST)
+        rate = TokenBucket(_NOTICES_PER_S, _NOTICES_BURST)
         while True:
             if self._backlog() > _BACKLOG_MAX or not rate.take(time.monotonic()):
                 await asyncio.sleep(_PAUSE_S)
@@ -165,12 +165,12 @@ class RayProcess:
     async def watch(self) -> None:
         """Count silent seconds in iterations of this loop, so that time in which the host is frozen does not count."""
         while True:
-            await asyncio.sleep(RESOURCES_EVERY_S)
-            self._silent_s += RESOURCES_EVERY_S
+            await asyncio.sleep(RESOURCES_INTERVAL_S)
+            self._silent_s += RESOURCES_INTERVAL_S
 
-    def why_not_healthy(self, silent_after_s: float) -> str | None:
+    def health_error(self, silent_after_s: float) -> str | None:
         """An error when no notice came for ``silent_after_s`` seconds, else None; callable from any thread."""
-        if self._silent_s < silent_after_s + RESOURCES_EVERY_S:
+        if self._silent_s < silent_after_s + RESOURCES_INTERVAL_S:
             return None
         return f"the Ray runtime has said nothing for {self._silent_s:.0f} s"
 

@@ -28,7 +28,7 @@ NOTICE_BYTES_MAX: Final = 256 * 1024
 """Maximum size of a notice."""
 UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
 """Maximum unread bytes; an end that leaves more unread has failed."""
-RESOURCES_EVERY_S: Final = 1.0
+RESOURCES_INTERVAL_S: Final = 1.0
 """Seconds between reports of the runtime's resources, changed or not, which also show that its loop runs."""
 _RESOURCES_MAX: Final = 1_000
 

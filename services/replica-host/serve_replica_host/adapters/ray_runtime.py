@@ -30,8 +30,8 @@ from serve_replica_host.adapters.ray_options import (
     fits_spare,
 )
 from serve_replica_host.adapters.ray_protocol import RaySettings, RayUnavailable
-from serve_replica_host.adapters.ray_session import host_place, open_ray
-from serve_replica_host.adapters.ray_thread import RayThread, SpareActor, SparePool, Urgency
+from serve_replica_host.adapters.ray_session import host_location, open_ray
+from serve_replica_host.adapters.ray_thread import RayActorHandle, RayThread, SparePool, Urgency
 from serve_replica_host.adapters.remote_replicas import RemoteReplicas
 from serve_replica_host.core.events import (
     Constructed,
@@ -47,7 +47,7 @@ from serve_replica_host.core.events import (
 )
 from serve_replica_host.replica.actor import CONTROL_THREADS, ReplicaActor
 from serve_replica_host.replica.process import StartReplicaRequest, decode_outcome, encode
-from serve_replica_host.replica.telemetry.remote import decode_hello, encode_place
+from serve_replica_host.replica.telemetry.remote import decode_hello, encode_location
 
 _log = structlog.get_logger(__name__)
 
@@ -84,9 +84,9 @@ class HostLoop:
             _log.debug("event_after_the_end", error=str(error))
 
 
-PLACED_WITHIN_S: Final = 2.0
+PLACEMENT_REPORT_DELAY_S: Final = 2.0
 """Seconds after which the report names what a start waits for; a process usually starts in well under a second."""
-SPARE_AGAIN_S: Final = 5.0
+SPARE_RESTART_DELAY_S: Final = 5.0
 """Seconds before an ended spare is replaced; the reason of its end may persist."""
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
 
@@ -116,7 +116,7 @@ class RayRuntime:
         self._pending_kills: set[ReplicaTag] = set()
         """Kills queued for the Ray thread."""
         # Used on the Ray thread only:
-        self._actors: dict[ReplicaTag, SpareActor] = {}
+        self._actors: dict[ReplicaTag, RayActorHandle] = {}
         self._actor_class: Any = None
         self._location = b""
         self._resources = RayResources(self._loop.call_ray_later)
@@ -211,7 +211,7 @@ class RayRuntime:
     def _open(self) -> None:
         open_ray(self._settings)
         self._actor_class = ray.remote(ReplicaActor)
-        self._location = encode_place(host_place(self._settings))
+        self._location = encode_location(host_location(self._settings))
         self._resources.open(is_cluster=not self._is_local)
         self._spares.refill()
 
@@ -222,14 +222,14 @@ class RayRuntime:
                 spare.far.end()
         ray.shutdown()
 
-    def _create_spare(self) -> SpareActor:
+    def _create_spare(self) -> RayActorHandle:
         return self._create(num_cpus=0)
 
-    def _create(self, **options: Any) -> SpareActor:
+    def _create(self, **options: Any) -> RayActorHandle:
         actor = self._actor_class.options(
             max_restarts=0, max_task_retries=0, max_concurrency=CONTROL_THREADS, **options
         ).remote(self._location)
-        spare = SpareActor(actor, futures=[])
+        spare = RayActorHandle(actor, futures=[])
         # The first call, so that no end of the process is missed.
         spare.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(spare, ended))
         spare.watch(actor.hello.remote(), lambda answered: self._on_hello(spare, answered))
@@ -261,9 +261,9 @@ class RayRuntime:
             self._construct(spare, goal)
         else:
             spare.watch(reservation.ready(), lambda made: self._on_reserved(spare, goal, made))
-        self._loop.call_ray_later(PLACED_WITHIN_S, self._check_start, spare, options)
+        self._loop.call_ray_later(PLACEMENT_REPORT_DELAY_S, self._check_start, spare, options)
 
-    def _construct(self, spare: SpareActor, goal: ReplicaGoal) -> None:
+    def _construct(self, spare: RayActorHandle, goal: ReplicaGoal) -> None:
         if self._actors.get(goal.replica_tag) is not spare:
             return  # killed meanwhile
         assert spare.bus is not None
@@ -320,7 +320,7 @@ class RayRuntime:
         if spare is not None:
             ray.kill(spare.actor, no_restart=True)
 
-    def _check_start(self, spare: SpareActor, options: RayActorOptions) -> None:
+    def _check_start(self, spare: RayActorHandle, options: RayActorOptions) -> None:
         tag = spare.replica_tag
         if tag is not None and tag in self._actors and not (spare.pid and spare.is_placed):
             has_room = spare.is_placed and spare.reservation is not None
@@ -329,8 +329,8 @@ class RayRuntime:
             self._emit(Waits(tag, text, is_process_starting=has_room))
         self._spares.refill()  # its constructor may take long
 
-    def _on_process_ended(self, spare: SpareActor, text: str) -> None:
-        self._spares.hear_end(spare)
+    def _on_process_ended(self, spare: RayActorHandle, text: str) -> None:
+        self._spares.on_ended(spare)
         if spare.far is not None:
             spare.far.end()
             self._resources.look()  # its machine may be gone, and nothing should be placed there again
@@ -341,37 +341,37 @@ class RayRuntime:
             self._emit(ProcessEnded(spare.replica_tag, text))
         elif self._is_local:
             _log.warning("spare_ended", pid=spare.pid, reason=text)
-            self._loop.call_ray_later(SPARE_AGAIN_S, self._spares.refill)
+            self._loop.call_ray_later(SPARE_RESTART_DELAY_S, self._spares.refill)
         if spare.far is not None:
             # Only the connection to it may have failed, while it still runs there.
             ray.kill(spare.actor, no_restart=True)
 
     # -- on Ray's own threads -------------------------------------------------------------------------------------
 
-    def _on_hello(self, spare: SpareActor, answered: Future[Any]) -> None:
+    def _on_hello(self, spare: RayActorHandle, answered: Future[Any]) -> None:
         if answered.exception() is None:
             hello = decode_hello(answered.result())
             spare.far = self._remote.meet(spare.actor, hello)
             spare.address = hello.address
             spare.pid = hello.pid
             self._emit_if_placed(spare)
-            self._thread.post(self._spares.hear_ready, spare)
+            self._thread.post(self._spares.on_ready, spare)
 
-    def _on_reserved(self, spare: SpareActor, goal: ReplicaGoal, made: Future[Any]) -> None:
+    def _on_reserved(self, spare: RayActorHandle, goal: ReplicaGoal, made: Future[Any]) -> None:
         error = made.exception()
         if error is None:
             self._thread.post(self._construct, spare, goal)
         else:  # also when it was removed, because the replica was killed; then the event is ignored
             self._emit(ReplicaStartFailed(goal.replica_tag, f"Ray could not reserve its resources: {error}"))
 
-    def _emit_if_placed(self, spare: SpareActor) -> None:
+    def _emit_if_placed(self, spare: RayActorHandle) -> None:
         """Called on two threads, each after it has set its own part; a duplicate event is harmless."""
         if spare.pid and spare.is_placed and spare.replica_tag is not None:
             process = "" if spare.far is None else spare.far.process
             self._emit(Placed(spare.replica_tag, spare.pid, spare.was_spare, process, spare.address))
 
     def _on_started(
-        self, spare: SpareActor, tag: ReplicaTag, config_version: int, started: Future[Any]
+        self, spare: RayActorHandle, tag: ReplicaTag, config_version: int, started: Future[Any]
     ) -> None:
         self._thread.post(self._spares.refill, urgency=Urgency.START)
         error = started.exception()
@@ -384,7 +384,7 @@ class RayRuntime:
             self._emit(Constructed(tag, config_version))
         else:
             failed = ReplicaStartFailed(tag, outcome.error)
-            self._remote.take_last(spare.far, outcome.fetched, lambda: self._emit(failed))
+            self._remote.store_final(spare.far, outcome.fetched, lambda: self._emit(failed))
 
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:
         error = done.exception()
@@ -400,15 +400,15 @@ class RayRuntime:
                 "identity_not_renewed", replica_tag=tag, error=str(error)
             )  # it is renewed again before it expires
 
-    def _on_drained(self, spare: SpareActor, tag: ReplicaTag, done: Future[Any]) -> None:
+    def _on_drained(self, spare: RayActorHandle, tag: ReplicaTag, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None and not isinstance(error, RayActorError):
             _log.error("drain_failed", replica_tag=tag, error=str(error))
         encoded = b"" if error is not None else done.result()
         last = decode_outcome(encoded).fetched if encoded else None
-        self._remote.take_last(spare.far, last, lambda: self._emit(Drained(tag)))
+        self._remote.store_final(spare.far, last, lambda: self._emit(Drained(tag)))
 
-    def _on_end(self, spare: SpareActor, ended: Future[Any]) -> None:
+    def _on_end(self, spare: RayActorHandle, ended: Future[Any]) -> None:
         self._thread.post(
             self._on_process_ended, spare, describe_end(spare.pid, ended.exception(), spare.address)
         )

@@ -21,7 +21,7 @@ from serve_common.telemetry.log_forwarder import pieces
 from serve_replica_host.adapters.metrics_files import RemoteFiles
 from serve_replica_host.adapters.ray_protocol import (
     CALL_BYTES_MAX,
-    RESOURCES_EVERY_S,
+    RESOURCES_INTERVAL_S,
     UNSENT_BYTES_MAX,
     Call,
     CheckHealth,
@@ -54,7 +54,7 @@ from serve_replica_host.core.events import (
     ReplicaStartFailed,
     Waits,
 )
-from serve_replica_host.replica.telemetry.logs import open_log_way
+from serve_replica_host.replica.telemetry.logs import open_log_sender
 
 _log = structlog.get_logger(__name__)
 
@@ -94,14 +94,14 @@ async def serve(connection: socket.socket, settings: RaySettings) -> int:
         # Without one of them nothing can be started; a restarted host starts a new Ray.
         while not (dead := dead_servers()):
             send_resources()
-            await asyncio.sleep(RESOURCES_EVERY_S)
+            await asyncio.sleep(RESOURCES_INTERVAL_S)
         send(OpenFailed(f"its {' and '.join(dead)} has ended"))
 
     runtime = RayRuntime(
         settings,
         on_event,
         files=RemoteFiles(Path(settings.metrics_dir)),
-        write_lines=_in_chunks(open_log_way()),
+        write_lines=_in_chunks(open_log_sender()),
     )
     tasks = TaskOwner("ray_runtime", on_failure=lambda _task, _error: os._exit(1))
     tasks.start(run_ray(), "offer")

@@ -53,7 +53,7 @@ def own_node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def own_address() -> str:
+def get_node_address() -> str:
     """This machine's address among Ray's machines."""
     return str(ray.util.get_node_ip_address())
 
@@ -91,7 +91,7 @@ def dead_servers() -> list[str]:
     return [] if node is None else [str(name) for name, _process in node.dead_processes()]
 
 
-def host_place(settings: RaySettings) -> HostLocation:
+def host_location(settings: RaySettings) -> HostLocation:
     """The location of this host, for its replicas."""
     if settings.address is None:
         return HostLocation(

@@ -18,7 +18,7 @@ from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.remote_replicas import RemoteReplica
 
 
-class SpareActor(msgspec.Struct, eq=False):
+class RayActorHandle(msgspec.Struct, eq=False):
     """An actor, and references to the futures of its calls, which keep them alive."""
 
     actor: Any
@@ -55,21 +55,21 @@ class SparePool:
     All methods run on one thread.
     """
 
-    def __init__(self, create: Callable[[], SpareActor], *, spares_max: int, starts_max: int) -> None:
+    def __init__(self, create: Callable[[], RayActorHandle], *, spares_max: int, starts_max: int) -> None:
         """``create`` starts an actor; ``starts_max`` is how many processes may start at once to refill the pool."""
         self._create = create
         self._spares_max = spares_max
         self._starts_max = starts_max
-        self._spares: list[SpareActor] = []
-        self._starting: list[SpareActor] = []
-        self._taken: list[SpareActor] = []
+        self._spares: list[RayActorHandle] = []
+        self._starting: list[RayActorHandle] = []
+        self._taken: list[RayActorHandle] = []
 
     @property
     def waiting(self) -> int:
         """Number of spare actors, including those that are starting."""
         return len(self._spares)
 
-    def take(self) -> SpareActor:
+    def take(self) -> RayActorHandle:
         """Take the spare that will be ready first, or a new actor; its calls run once it is ready."""
         if self._spares:
             taken = next((spare for spare in self._spares if spare.pid), self._spares[0])
@@ -80,13 +80,13 @@ class SparePool:
         self._taken.append(taken)
         return taken
 
-    def hear_ready(self, spare: SpareActor) -> None:
+    def on_ready(self, spare: RayActorHandle) -> None:
         """Note that the process of ``spare`` is ready."""
         if spare in self._starting:
             self._starting.remove(spare)
         self.refill()
 
-    def hear_end(self, spare: SpareActor) -> None:
+    def on_ended(self, spare: RayActorHandle) -> None:
         """Remove ``spare``, which has ended. The pool is not refilled: a failing start would be repeated at once."""
         for known in (self._starting, self._spares, self._taken):
             if spare in known:
@@ -98,7 +98,7 @@ class SparePool:
         while len(self._spares) < wanted and len(self._starting) < self._starts_max:
             self._spares.append(self._start())
 
-    def _start(self) -> SpareActor:
+    def _start(self) -> RayActorHandle:
         spare = self._create()
         self._starting.append(spare)
         return spare

@@ -24,7 +24,7 @@ from serve_replica_host.replica.telemetry.remote import Hello, RemoteTelemetry, 
 
 _log = structlog.get_logger(__name__)
 
-FETCH_EVERY_S: Final = 1.0
+FETCH_INTERVAL_S: Final = 1.0
 """Seconds from a result to the next fetch. A replica writes counts twice a second, so the page is at most 2 s old."""
 ANSWER_WITHIN_S: Final = 3.0
 _WARN_INTERVAL_S: Final = 60.0
@@ -110,7 +110,7 @@ class RemoteReplica:
         future.add_done_callback(lambda done: self._post(self._on_fetched, done))
         self._call_later(ANSWER_WITHIN_S, self._check_timeout, self._started_fetches)
 
-    def take_last(self, fetched: RemoteTelemetry) -> None:
+    def store_final(self, fetched: RemoteTelemetry) -> None:
         """Store the final telemetry of an ended process; later results of fetches are older and ignored."""
         if not self._has_ended:
             self._store(fetched)
@@ -139,7 +139,7 @@ class RemoteReplica:
                 return
             if not isinstance(error, RayActorError):
                 self._failed_logger.log(time.monotonic(), "not_fetched", **self._log_fields, exc_info=error)
-        self._call_later(FETCH_EVERY_S, self.ask)
+        self._call_later(FETCH_INTERVAL_S, self.ask)
 
     def _check_timeout(self, fetch_number: int) -> None:
         """Check for a timeout of the fetch with that number."""
@@ -204,7 +204,7 @@ class RemoteReplicas:
         self._post(far.ask)
         return far
 
-    def take_last(
+    def store_final(
         self, far: RemoteReplica | None, fetched: RemoteTelemetry | None, then: Callable[[], None]
     ) -> None:
         """Store the final telemetry of a process, if there is any, then call ``then``. On any thread."""
@@ -214,7 +214,7 @@ class RemoteReplicas:
 
         def take() -> None:
             try:
-                far.take_last(fetched)
+                far.store_final(fetched)
             finally:
                 then()
 

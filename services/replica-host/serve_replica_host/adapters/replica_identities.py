@@ -25,7 +25,7 @@ _RENEWALS: Final = 3
 """Renewals per lifetime of an identity, so that a late one is harmless."""
 
 
-class RunsReplicas(Protocol):
+class IdentityAwareRuntime(Protocol):
     """A `ports.ReplicaRuntime` that also gets the bus settings of each replica."""
 
     @property
@@ -66,7 +66,7 @@ class RunsReplicas(Protocol):
 class IdentifiedReplicas:
     """A `ports.ReplicaRuntime` that issues an identity to each replica."""
 
-    def __init__(self, runtime: RunsReplicas, bus: BusSettings, lifetime_s: float) -> None:
+    def __init__(self, runtime: IdentityAwareRuntime, bus: BusSettings, lifetime_s: float) -> None:
         """``bus`` has the settings shared by all replicas: a signing key of role replica, or a plain user.
 
         Identities last ``lifetime_s`` seconds.

@@ -171,12 +171,12 @@ def add_to_histogram(histogram: Histogram, counts: Sequence[int], total: float) 
 
 
 @final
-class MeasureFiles:
+class LocalMetricsWriter:
     """Writes a process' metrics for one replica; all methods run on one thread."""
 
-    def __init__(self, backend_tag: BackendTag, of_process: Measures) -> None:
+    def __init__(self, backend_tag: BackendTag, process_metrics: Measures) -> None:
         self._backend_tag = backend_tag
-        self._measures = of_process
+        self._measures = process_metrics
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
@@ -254,10 +254,10 @@ class _Counts:
 class PrometheusReplicaMetrics:
     """The request metrics of one replica."""
 
-    def __init__(self, backend_tag: BackendTag, of_process: Measures) -> None:
-        """Creates series that always exist at once, with 0. ``of_process`` is written with them."""
+    def __init__(self, backend_tag: BackendTag, process_metrics: Measures) -> None:
+        """Creates series that always exist at once, with 0. ``process_metrics`` is written with them."""
         self._backend_tag = backend_tag
-        self._files = MeasureFiles(backend_tag, of_process)
+        self._files = LocalMetricsWriter(backend_tag, process_metrics)
         self._counts = _Counts()
         self._queued: list[_Counts] = []
         """Counts to be written."""
@@ -283,7 +283,7 @@ class PrometheusReplicaMetrics:
         self._sockets = self._gauge(REPLICA_SOCKETS)
         self._connected = self._gauge(REPLICA_CONNECTED)
 
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         """Count a response that took ``seconds``."""
         counts = self._counts
         counts.answered[status] += 1
@@ -340,7 +340,7 @@ class PrometheusReplicaMetrics:
 class UncountedRequests:
     """`RequestMetrics` that count nothing."""
 
-    def count_answered(self, status: int, seconds: float) -> None:
+    def count_response(self, status: int, seconds: float) -> None:
         """Does nothing."""
 
     def count_refused(self, reason: str) -> None:

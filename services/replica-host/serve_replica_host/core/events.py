@@ -9,7 +9,7 @@ import msgspec
 
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaStatus
-from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica, trim_error
+from serve_replica_host.core.state import HostedReplica, HostState, forget_replica, put_replica, trim_error
 
 
 class ReplicaEventKind(Enum):
@@ -153,7 +153,7 @@ def apply_event(state: HostState, event: ReplicaEvent, now: float) -> HostState:
     return forget_replica(state, replica.tag) if changed is None else put_replica(state, changed)
 
 
-def _apply(replica: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica | None:
+def _apply(replica: HostedReplica, event: ReplicaEvent, now: float) -> HostedReplica | None:
     match event:
         case Placed(pid=pid):
             new_error = "" if is_starting(replica) else replica.error
@@ -189,19 +189,19 @@ def _apply(replica: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica
             return _on_process_ended(replica, error)
 
 
-def is_starting(replica: HeldReplica) -> bool:
+def is_starting(replica: HostedReplica) -> bool:
     """True until it was constructed, has failed, or was omitted."""
     return replica.status is ReplicaStatus.STARTING
 
 
-def fail(replica: HeldReplica, error: str) -> HeldReplica:
+def fail(replica: HostedReplica, error: str) -> HostedReplica:
     """``replica`` after a failed start; unchanged when it is not starting."""
     if not is_starting(replica):
         return replica
     return msgspec.structs.replace(replica, status=ReplicaStatus.FAILED, error=trim_error(error))
 
 
-def count_failed_check(replica: HeldReplica, error: str) -> HeldReplica:
+def count_failed_check(replica: HostedReplica, error: str) -> HostedReplica:
     """``replica`` after one more health check failed or timed out."""
     failed = replica.checks_failed + 1
     status = replica.status
@@ -213,13 +213,13 @@ def count_failed_check(replica: HeldReplica, error: str) -> HeldReplica:
     return msgspec.structs.replace(replica, status=status, checks_failed=failed, error=new_error)
 
 
-def _on_waiting(replica: HeldReplica, reason: str, *, is_process_starting: bool) -> HeldReplica:
+def _on_waiting(replica: HostedReplica, reason: str, *, is_process_starting: bool) -> HostedReplica:
     if not is_starting(replica):
         return replica
     return msgspec.structs.replace(replica, is_process_starting=is_process_starting, error=reason)
 
 
-def _on_reconfigured(replica: HeldReplica, version: int, error: str | None) -> HeldReplica:
+def _on_reconfigured(replica: HostedReplica, version: int, error: str | None) -> HostedReplica:
     replica = msgspec.structs.replace(replica, is_reconfiguring=False, reconfigure_by=None)
     if error is not None:
         return msgspec.structs.replace(replica, config_error_version=version, error=trim_error(error))
@@ -231,7 +231,7 @@ def _on_reconfigured(replica: HeldReplica, version: int, error: str | None) -> H
     )
 
 
-def _on_health_checked(replica: HeldReplica, error: str | None, now: float) -> HeldReplica:
+def _on_health_checked(replica: HostedReplica, error: str | None, now: float) -> HostedReplica:
     replica = msgspec.structs.replace(
         replica, is_check_pending=False, check_at=now + replica.goal.health_check_period_s
     )
@@ -243,7 +243,7 @@ def _on_health_checked(replica: HeldReplica, error: str | None, now: float) -> H
     return msgspec.structs.replace(replica, status=next_status, checks_failed=0, error=new_error)
 
 
-def _on_process_ended(replica: HeldReplica, error: str) -> HeldReplica | None:
+def _on_process_ended(replica: HostedReplica, error: str) -> HostedReplica | None:
     next_status = after(replica.status, ReplicaEventKind.PROCESS_ENDED)
     if isinstance(next_status, Gone):
         return None

@@ -13,7 +13,7 @@ import msgspec
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import Gone, ReplicaEventKind, after, count_failed_check, fail
-from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica
+from serve_replica_host.core.state import HostedReplica, HostState, forget_replica, put_replica
 
 
 class StartReplica(msgspec.Struct, frozen=True):
@@ -64,9 +64,9 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """When to reconcile again; None when only an event or a goal can change anything."""
 
 
-KILL_WITHIN_S: Final = 1.0
+FORCE_KILL_AFTER_S: Final = 1.0
 """Seconds before a kill is repeated by the kernel; Ray usually kills a process within milliseconds."""
-KILL_AGAIN_S: Final = 5.0
+FORCE_KILL_PERIOD_S: Final = 5.0
 _SERVING: Final = (ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
 _ORDER: Final = (CheckReplica, DrainReplica, ReconfigureReplica, KillReplica, StartReplica)
 _QUEUED: Final = "waits for its turn: as many processes as may are starting on this host"
@@ -100,14 +100,14 @@ def reconcile_host(state: HostState, now: float) -> HostPlan:
     return HostPlan(state=state, actions=actions, look_again_at=min(deadlines, default=None))
 
 
-def _new_replica(goal: ReplicaGoal, *, is_spent: bool) -> HeldReplica:
+def _new_replica(goal: ReplicaGoal, *, is_spent: bool) -> HostedReplica:
     if is_spent:
-        return HeldReplica(
+        return HostedReplica(
             goal=goal,
             status=ReplicaStatus.DEAD,
             error="this replica already ended on this host; a tag is never used again",
         )
-    return HeldReplica(goal=goal, error=_QUEUED)
+    return HostedReplica(goal=goal, error=_QUEUED)
 
 
 def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostState:
@@ -133,8 +133,8 @@ def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostSt
 
 
 def _omit(
-    replica: HeldReplica, leave_by: float | None, now: float, *, is_drained: bool
-) -> HeldReplica | None:
+    replica: HostedReplica, leave_by: float | None, now: float, *, is_drained: bool
+) -> HostedReplica | None:
     next_status = after(replica.status, ReplicaEventKind.OMITTED)
     if replica.status is ReplicaStatus.STARTING and not replica.is_ordered:
         return None
@@ -152,7 +152,7 @@ def _omit(
     return msgspec.structs.replace(replica, status=next_status, drain_by=drain_by)
 
 
-def _advance(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+def _advance(replica: HostedReplica, now: float, actions: list[Action]) -> HostedReplica:
     """``replica`` after everything that is due for it; the necessary actions are appended to ``actions``."""
     if replica.status is ReplicaStatus.STARTING and replica.start_by is not None and now >= replica.start_by:
         reason = f" ({replica.error})" if replica.error else ""
@@ -176,10 +176,10 @@ def _advance(replica: HeldReplica, now: float, actions: list[Action]) -> HeldRep
     return replica
 
 
-def _kill(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+def _kill(replica: HostedReplica, now: float, actions: list[Action]) -> HostedReplica:
     if not replica.is_kill_asked:
         actions.append(KillReplica(replica.tag))
-        return msgspec.structs.replace(replica, is_kill_asked=True, kill_again_at=now + KILL_WITHIN_S)
+        return msgspec.structs.replace(replica, is_kill_asked=True, kill_again_at=now + FORCE_KILL_AFTER_S)
     if replica.kill_again_at is None or now < replica.kill_again_at:
         return replica
     actions.append(KillReplica(replica.tag, is_forced=True))
@@ -187,11 +187,11 @@ def _kill(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplic
     if replica.status is ReplicaStatus.DRAINING:
         new_error = f"its process {replica.pid} was killed and is still there; it is killed by force"
     return msgspec.structs.replace(
-        replica, is_process_starting=False, kill_again_at=now + KILL_AGAIN_S, error=new_error
+        replica, is_process_starting=False, kill_again_at=now + FORCE_KILL_PERIOD_S, error=new_error
     )
 
 
-def _configure(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+def _configure(replica: HostedReplica, now: float, actions: list[Action]) -> HostedReplica:
     if replica.is_reconfiguring:
         if replica.reconfigure_by is None or now < replica.reconfigure_by:
             return replica
@@ -213,7 +213,7 @@ def _configure(replica: HeldReplica, now: float, actions: list[Action]) -> HeldR
     )
 
 
-def _check(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+def _check(replica: HostedReplica, now: float, actions: list[Action]) -> HostedReplica:
     if replica.check_at is None or now < replica.check_at:
         return replica
     if replica.is_check_pending:
@@ -225,7 +225,7 @@ def _check(replica: HeldReplica, now: float, actions: list[Action]) -> HeldRepli
     return msgspec.structs.replace(replica, is_check_pending=True, check_at=None)
 
 
-def _deadline(replica: HeldReplica) -> float | None:
+def _deadline(replica: HostedReplica) -> float | None:
     match replica.status:
         case ReplicaStatus.STARTING:
             return replica.start_by

@@ -22,7 +22,7 @@ SPENT_TAGS_MAX: Final = 10_000
 """Newest tags of ended replicas that are remembered; ordinals only increase, so older ones do not recur."""
 
 
-class HeldReplica(msgspec.Struct, frozen=True, kw_only=True):
+class HostedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one replica on its host. Times are the host's monotonic seconds."""
 
     goal: ReplicaGoal
@@ -76,7 +76,7 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     """The highest epoch received, in a goal or in a leader notice."""
     goal: HostGoal | None = None
-    replicas: dict[ReplicaTag, HeldReplica] = {}
+    replicas: dict[ReplicaTag, HostedReplica] = {}
     spent_tags: dict[ReplicaTag, None] = {}
     """Tags of replicas that ended on this host process, oldest first; they are never started again."""
     is_leaving: bool = False
@@ -117,12 +117,12 @@ def accept_goal(state: HostState, goal: HostGoal) -> HostState | Refused:
     return msgspec.structs.replace(state, goal=goal, epoch=goal.epoch)
 
 
-def hear_leader(state: HostState, epoch: int) -> HostState:
+def on_leader_notice(state: HostState, epoch: int) -> HostState:
     """Record the leader's ``epoch``: goals of older epochs are refused from now on."""
     return msgspec.structs.replace(state, epoch=max(state.epoch, epoch))
 
 
-def begin_leaving(state: HostState, leave_by: float) -> HostState:
+def start_leaving(state: HostState, leave_by: float) -> HostState:
     """Drain everything regardless of the goal, until ``leave_by`` at most; a repeated call cannot postpone it."""
     soonest = leave_by if state.leave_by is None else min(state.leave_by, leave_by)
     return msgspec.structs.replace(state, is_leaving=True, leave_by=soonest)
@@ -133,7 +133,7 @@ def has_left(state: HostState) -> bool:
     return state.is_leaving and not any(replica.has_process for replica in state.replicas.values())
 
 
-def put_replica(state: HostState, replica: HeldReplica) -> HostState:
+def put_replica(state: HostState, replica: HostedReplica) -> HostState:
     """``state`` with ``replica`` added or replaced."""
     return msgspec.structs.replace(state, replicas={**state.replicas, replica.tag: replica})
 
@@ -177,7 +177,7 @@ def build_report(
     )
 
 
-def _replica_report(replica: HeldReplica) -> ReplicaReport:
+def _replica_report(replica: HostedReplica) -> ReplicaReport:
     return ReplicaReport(
         replica_tag=replica.tag,
         status=replica.status,

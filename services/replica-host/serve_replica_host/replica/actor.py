@@ -23,7 +23,7 @@ from serve_replica_host.replica.process import (
     ReplicaProcess,
     decode_goal,
     decode_identity,
-    decode_order,
+    decode_start_request,
     encode,
 )
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
@@ -31,7 +31,7 @@ from serve_replica_host.replica.telemetry.remote import (
     Hello,
     HostLocation,
     RemoteSide,
-    decode_place,
+    decode_location,
     encode_fetched,
 )
 
@@ -47,7 +47,7 @@ class ReplicaActor:
 
     def __init__(self, place_bytes: bytes) -> None:
         """``place_bytes`` is an encoded `HostLocation`."""
-        place = decode_place(place_bytes)
+        place = decode_location(place_bytes)
         self._hello, self._remote_side = _identify_process(place)
         self._make_metrics = _import_metrics(
             place.metrics_dir if self._remote_side is None else self._remote_side.metrics_dir
@@ -65,10 +65,10 @@ class ReplicaActor:
 
     def start(self, order_bytes: bytes) -> bytes:
         """Construct and serve the replica of a `StartReplicaRequest`; returns a `ControlOutcome`."""
-        order = decode_order(order_bytes)
+        order = decode_start_request(order_bytes)
         goal, write_lines = order.goal, None
         if self._remote_side is not None:
-            write_lines = self._remote_side.keep_lines(goal.replica_tag, goal.backend_tag)
+            write_lines = self._remote_side.retain_lines(goal.replica_tag, goal.backend_tag)
         logs = ReplicaLogs(goal.replica_tag, goal.backend_tag, write_lines)
         self._process = ReplicaProcess(order, self._make_metrics(goal.backend_tag), logs)
         error = self._process.start()
@@ -119,14 +119,14 @@ def _identify_process(place: HostLocation) -> tuple[Hello, RemoteSide | None]:
     """Identify this process; if it is not on its host's machine, also create its `RemoteSide`."""
     if not place.node_id:
         return Hello(os.getpid()), None
-    from serve_replica_host.adapters.ray_session import own_address, own_node_id  # noqa: PLC0415 - most do not need it
+    from serve_replica_host.adapters.ray_session import get_node_address, own_node_id  # noqa: PLC0415 - most do not need it
 
     node_id = own_node_id()
     is_shared = place.is_shared_by(node_id)
     place.enter(is_shared=is_shared)
     if is_shared:
         return Hello(os.getpid()), None
-    return Hello(os.getpid(), node_id, own_address()), RemoteSide(has_metrics=bool(place.metrics_dir))
+    return Hello(os.getpid(), node_id, get_node_address()), RemoteSide(has_metrics=bool(place.metrics_dir))
 
 
 def _import_metrics(metrics_dir: str) -> Callable[[BackendTag], RequestMetrics]:

@@ -15,12 +15,12 @@ import structlog
 from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.identities.credentials import UserIdentity
 from serve_common.nats.connection import BusConnection
-from serve_common.nats.login import HeldLogin, login_of
+from serve_common.nats.login import RenewableLogin, build_login
 from serve_common.nats.options import BusOptions, Login, NotConnected, OutboundFull
 from serve_common.nats.subscriptions import Subscription
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.health import OtherLoopsLag
+from serve_common.runtime.health import ThreadLoopLag
 from serve_common.runtime.request_context import CurrentReplica, current_replica, set_replica_context
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
@@ -89,7 +89,7 @@ def encode(value: StartReplicaRequest | ControlOutcome | ReplicaGoal | UserIdent
     return msgspec.msgpack.encode(value)
 
 
-def decode_order(data: bytes) -> StartReplicaRequest:
+def decode_start_request(data: bytes) -> StartReplicaRequest:
     """Decode a `StartReplicaRequest`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=StartReplicaRequest)
 
@@ -112,7 +112,7 @@ def decode_outcome(data: bytes) -> ControlOutcome:
 _log = structlog.get_logger(__name__)
 
 METRICS_S: Final = 0.5
-MODELS_EVERY_S: Final = 5.0
+MODELS_INTERVAL_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
 """Maximum seconds of an ASGI application's shutdown; after that it is cancelled."""
 _CONNECT_TIMEOUT_S: Final = 30.0
@@ -138,7 +138,7 @@ class ReplicaProcess:
         self._handle_metrics: HandleMetrics | None = None
         self._write_span_metrics: Callable[[], None] | None = None
         self._user = LoopThread("replica-user")
-        self._lag = OtherLoopsLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
+        self._lag = ThreadLoopLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
         self._io: ReplicaIO | None = None
@@ -146,7 +146,7 @@ class ReplicaProcess:
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
         self._tracing: OpenTracing | None = None
-        self._login = login_of(order.bus)
+        self._login = build_login(order.bus)
         self._models = LoadedModels()
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
@@ -205,7 +205,7 @@ class ReplicaProcess:
 
     def renew(self, identity: UserIdentity) -> None:
         """Log in with ``identity`` from now on; open connections do so at once."""
-        if isinstance(self._login, HeldLogin):
+        if isinstance(self._login, RenewableLogin):
             self._login.replace(identity)
 
     def check_health(self) -> str | None:
@@ -284,7 +284,7 @@ class ReplicaProcess:
         def renew() -> None:
             loop.call_soon_threadsafe(lambda: tasks.start(connection.renew(), "renew"))
 
-        if isinstance(self._login, HeldLogin):
+        if isinstance(self._login, RenewableLogin):
             self._login.listen(renew)
 
     def _traces(self) -> Traces | None:
@@ -318,7 +318,7 @@ class ReplicaProcess:
         while True:
             if self._models.has_any:
                 self._send_models(connection)
-            await asyncio.sleep(MODELS_EVERY_S)
+            await asyncio.sleep(MODELS_INTERVAL_S)
 
     def _send_models(self, connection: BusConnection) -> None:
         try:
@@ -328,10 +328,10 @@ class ReplicaProcess:
 
     async def _drain(self, bus_io: ReplicaIO) -> None:
         await bus_io.drain()
-        await asyncio.wrap_future(self._user.submit(bus_io.user_side.wait_idle()))
+        await asyncio.wrap_future(self._user.submit(bus_io.user_executor.wait_idle()))
         # Responses sent while the bus was disconnected were lost; routers are about to probe for them.
         deadline = time.monotonic() + _PROBE_WAIT_MAX_S
-        while (left_s := bus_io.seconds_until_asked()) > 0 and time.monotonic() < deadline:  # noqa: ASYNC110 - it polls the time
+        while (left_s := bus_io.seconds_until_probed()) > 0 and time.monotonic() < deadline:  # noqa: ASYNC110 - it polls the time
             await asyncio.sleep(min(left_s, _POLL_S))
         if self._subscription is not None:
             # Requests that are already delivered are still refused, so that their routers retry elsewhere.

@@ -10,7 +10,7 @@ from typing import Final, final
 import msgspec
 import structlog
 
-from serve_common.names import HostId, ReplicaTag, backend_tag_of
+from serve_common.names import HostId, ReplicaTag, parse_backend_tag
 from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaStatus
 from serve_common.runtime.tasks import TaskOwner
@@ -39,10 +39,10 @@ from serve_replica_host.core.state import (
     HostState,
     Refused,
     accept_goal,
-    begin_leaving,
     build_report,
     has_left,
-    hear_leader,
+    on_leader_notice,
+    start_leaving,
 )
 from serve_replica_host.ports import HostMetrics, ReplicaRuntime, ReportBus
 
@@ -81,7 +81,7 @@ class ReplicaCounts:
             del self._starts[event.replica_tag]
             if isinstance(event, Constructed):
                 seconds = self._now() - start.ordered_at
-                backend_tag = backend_tag_of(event.replica_tag)
+                backend_tag = parse_backend_tag(event.replica_tag)
                 self._metrics.count_start(backend_tag, seconds, was_spare=start.was_spare)
 
     def compare(self, before: HostState, after: HostState) -> None:
@@ -90,7 +90,7 @@ class ReplicaCounts:
             if replica.status in _FAILURES:
                 known = before.replicas.get(tag)
                 if known is None or known.status is not replica.status:
-                    self._metrics.count_failure(backend_tag_of(tag), replica.status)
+                    self._metrics.count_failure(parse_backend_tag(tag), replica.status)
 
 
 _log = structlog.get_logger(__name__)
@@ -245,13 +245,13 @@ class HostShell:
                 case HostGoal():
                     must_report = self._process_goal(item) or must_report
                 case LeaderNotice(epoch=epoch):
-                    self._state = hear_leader(self._state, epoch)
+                    self._state = on_leader_notice(self._state, epoch)
                     must_report = True
                 case _ReportNow():
                     must_report = True
                 case _Leave(timeout_s=timeout_s):
                     _log.info("leaving", replicas=len(self._state.replicas), timeout_s=timeout_s)
-                    self._state = begin_leaving(self._state, self._now() + timeout_s)
+                    self._state = start_leaving(self._state, self._now() + timeout_s)
                 case _:
                     self._process_event(item)
             must_report = must_report or self._state != before

@@ -28,12 +28,12 @@ def requests_text(count: str) -> str:
     return f"{count} request" if count == "1" else f"{count} requests"
 
 
-def waiting_reason(count: int) -> str:
+def format_waiting(count: int) -> str:
     """``count`` requests that wait, as text."""
     return "1 request waits" if count == 1 else f"{count} requests wait"
 
 
-def wanted_reason(seen: str, count: int, limited: int) -> str:
+def format_wanted(seen: str, count: int, limited: int) -> str:
     """Text of the replicas that a load needs, and of the limit that applies."""
     words = f"{seen}: {replicas_text(count)} wanted"
     if limited < count:
@@ -41,7 +41,7 @@ def wanted_reason(seen: str, count: int, limited: int) -> str:
     return f"{words}, min_replicas is {limited}" if limited > count else words
 
 
-def waits_reason(load: str, waited_s: float, delay_s: float, what: str) -> str:
+def format_delay(load: str, waited_s: float, delay_s: float, what: str) -> str:
     """Text of how much of a delay is over."""
     return f"{load}; waits {max(waited_s, 0.0):.0f} s of {delay_s:.0f} s before {what}"
 
@@ -219,7 +219,7 @@ preceding entry, have been wanted since then."""
 FEWER_MAX: Final = 32
 
 
-def note_wanted(fewer: Fewer, wanted: int, now: float) -> Fewer:
+def record_wanted(fewer: Fewer, wanted: int, now: float) -> Fewer:
     """``fewer`` after ``wanted`` replicas were wanted at ``now``."""
     noted: list[tuple[int, float]] = []
     for than, since in fewer:

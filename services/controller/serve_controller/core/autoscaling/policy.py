@@ -10,21 +10,21 @@ import msgspec
 from serve_common.config.autoscaling import AutoscalingConfig, QueryMeaning
 from serve_controller.core.autoscaling.demand import (
     Demand,
+    format_delay,
+    format_waiting,
+    format_wanted,
     grown,
     largest_wanted,
-    note_wanted,
     number_text,
     punctual,
     read_demand,
+    record_wanted,
     replicas_text,
     requests_text,
     round_up,
     since_fewer_than,
     stale_after_s,
     to_zero_delay_s,
-    waiting_reason,
-    waits_reason,
-    wanted_reason,
     within,
     without_gap,
 )
@@ -50,7 +50,7 @@ class ScalingEvaluation:
         self._has_policy = inputs.asked is not None
         self._more = within(demand.more, inputs.config)
         self._keep = within(demand.keep, inputs.config)
-        fewer = note_wanted(state.fewer, self._keep, now)
+        fewer = record_wanted(state.fewer, self._keep, now)
         self._state = msgspec.structs.replace(
             state,
             decided=self._num_replicas,
@@ -61,7 +61,7 @@ class ScalingEvaluation:
             down_since=since_fewer_than(fewer, self._num_replicas),
             zero_since=since_fewer_than(fewer, 1),
         )
-        self._reason = wanted_reason(demand.words, demand.more, self._more)
+        self._reason = format_wanted(demand.words, demand.more, self._more)
 
     def decide(self) -> ScalingDecision:
         """Apply the first matching rule: wake, panic, scale up, scale down, stay."""
@@ -115,7 +115,7 @@ class ScalingEvaluation:
         if waited_s < punctual(config.upscale_delay_s, config):
             return self._stay(
                 ScalingDecisionKind.WAITS_UP,
-                waits_reason(self._reason, waited_s, config.upscale_delay_s, "adding"),
+                format_delay(self._reason, waited_s, config.upscale_delay_s, "adding"),
             )
         target = self._step_up()
         return self._add(
@@ -161,7 +161,7 @@ class ScalingEvaluation:
         if target >= count:
             what = "removing the last one" if is_last else "removing"
             return self._stay(
-                ScalingDecisionKind.WAITS_DOWN, waits_reason(self._reason, self._down_for_s(), delay_s, what)
+                ScalingDecisionKind.WAITS_DOWN, format_delay(self._reason, self._down_for_s(), delay_s, what)
             )
         if self._is_panic():
             return self._stay(
@@ -170,7 +170,7 @@ class ScalingEvaluation:
             )
         fewer = tuple(entry for entry in state.fewer if entry[0] <= target)
         if target > rest:  # the next part of the step waits for its own delay
-            fewer = note_wanted((), self._keep, self._now)
+            fewer = record_wanted((), self._keep, self._now)
         self._state = msgspec.structs.replace(
             state,
             decided=target,
@@ -269,13 +269,13 @@ def wake(inputs: ScalingInput, waiting: int, now: float, state: ScalingState) ->
             verdict=ScalingDecisionKind.STEADY,
             seen=None,
             wanted=None,
-            why=f"{waiting_reason(waiting)} for {replicas_text(num_replicas)} that there are already",
+            why=f"{format_waiting(waiting)} for {replicas_text(num_replicas)} that there are already",
         )
     if config.query is not None or config.policy.policy_function:
-        wanted, why = 1.0, f"{waiting_reason(waiting)} and none is there"
+        wanted, why = 1.0, f"{format_waiting(waiting)} and none is there"
     else:
         wanted = max(waiting, 1) / config.target_ongoing_requests
-        why = f"{waiting_reason(waiting)} and none is there: {replicas_text(max(round_up(wanted), 1))} wanted"
+        why = f"{format_waiting(waiting)} and none is there: {replicas_text(max(round_up(wanted), 1))} wanted"
     target = max(within(max(round_up(wanted), 1), config), num_replicas)
     at = now if state.last_up_at is None or not num_replicas else state.last_up_at
     return ScalingDecision(

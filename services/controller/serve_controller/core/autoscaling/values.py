@@ -111,7 +111,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Reason in one line, for people: the load and why the number changed or not."""
 
 
-class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for the load of one backend, and the processes that must have been scraped for it to count."""
 
     backend_tag: BackendTag
@@ -154,9 +154,9 @@ def autoscaled(checkpoint: Checkpoint) -> list[BackendTag]:
     return sorted(tag for tag, backend in checkpoint.backends.items() if backend.autoscaling is not None)
 
 
-def asks_of(
+def build_load_requests(
     checkpoint: Checkpoint, observed: ObservedState, tags: Iterable[BackendTag], now: float
-) -> list[LoadAsk]:
+) -> list[LoadRequest]:
     """Load requests for these backends; those that are not (or no longer) autoscaled are left out."""
     proxies = frozenset(p for p in observed.proxies if is_proxy_live(observed, p, now))
     began_at = {str(p): observed.proxies[p].report.started_at for p in proxies}
@@ -169,7 +169,7 @@ def asks_of(
             continue
         routed = [r for r in checkpoint.replicas_of(tag).values() if r.state in ROUTED]
         asks.append(
-            LoadAsk(
+            LoadRequest(
                 backend_tag=tag,
                 config=config,
                 proxies=proxies,
@@ -183,7 +183,7 @@ def asks_of(
     return asks
 
 
-def targets_of(observed: ObservedState, now: float) -> Targets:
+def build_scrape_targets(observed: ObservedState, now: float) -> Targets:
     """Metrics addresses of all live proxies and of all hosts that are not lost."""
     proxy_ids: list[ProxyId] = [p for p in observed.proxies if is_proxy_live(observed, p, now)]
     urls = {observed.proxies[proxy_id].report.metrics_url for proxy_id in proxy_ids}
@@ -198,7 +198,7 @@ def num_running(checkpoint: Checkpoint, tag: BackendTag) -> int:
     return sum(replica.state in ROUTED for replica in checkpoint.replicas_of(tag).values())
 
 
-def unmeasured(ask: LoadAsk, measured: int) -> str:
+def unmeasured(ask: LoadRequest, measured: int) -> str:
     """Why a load is not known though all services were scraped; empty if it is. ``measured``: replicas found."""
     if measured >= ask.num_replicas:
         return ""

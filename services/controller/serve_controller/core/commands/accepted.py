@@ -11,7 +11,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.errors import LimitReached
 from serve_common.names import GoalId, check_name
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.scope import application_of, backend_keys, backends_of, end_goal
+from serve_controller.core.goals.scope import backend_keys, end_goal, owned_application, owned_backends
 from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ObjectKind, number_of
 
 GOALS_PENDING_MAX = 20_000
@@ -39,7 +39,7 @@ def nothing_to_do(subject: str, goal_id: GoalId | None, *, updating: bool = Fals
     return Accepted(changes=ObjectChanges(), reply=reply, subject=subject, goal_id=None)
 
 
-def nothing_there(checkpoint: Checkpoint, subject: str, owned: str) -> Accepted:
+def already_deleted(checkpoint: Checkpoint, subject: str, owned: str) -> Accepted:
     """The outcome of a deletion of a missing object; a deletion that is still pending can be waited for.
 
     ``owned`` is the key that the pending goal owns.
@@ -48,7 +48,7 @@ def nothing_there(checkpoint: Checkpoint, subject: str, owned: str) -> Accepted:
     return nothing_to_do(subject, goal_id, updating=goal_id is not None)
 
 
-def ended_badly(checkpoint: Checkpoint, goal_id: GoalId) -> bool:
+def goal_failed(checkpoint: Checkpoint, goal_id: GoalId) -> bool:
     """Whether a goal failed or was superseded: it must not be the reply to a command with the same target."""
     goal = checkpoint.goals.get(goal_id)
     return goal is not None and goal.status in (GoalStatus.FAILED, GoalStatus.SUPERSEDED)
@@ -135,7 +135,7 @@ def _end_replaced(
         former = draft.pending[former_id]
         if former.owns[0] in owns or backend_keys(former.owns) & backend_keys(owns):
             end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")
-            application = application_of(draft, former)
+            application = owned_application(draft, former)
             if application is not None and application.deleting and former.owns[0] not in owns:
                 # Part of a deleted application is deployed again: the rest is deleted, and so is the group.
                 draft.delete((ObjectKind.APPLICATION, application.name))
@@ -143,10 +143,10 @@ def _end_replaced(
 
 def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:
     """Make the goal that replaces ``former`` the newest goal of all objects that ``former`` covered."""
-    application = application_of(draft, former)
+    application = owned_application(draft, former)
     if application is not None:
         draft.put(msgspec.structs.replace(application, goal_id=goal_id))
-    for tag in backends_of(former):
+    for tag in owned_backends(former):
         backend = draft.backends.get(tag)
         if backend is not None and backend.goal_id == former.goal_id:
             draft.put(msgspec.structs.replace(backend, goal_id=goal_id))

@@ -12,7 +12,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
     Accepted,
     changed,
-    ended_badly,
+    goal_failed,
     new_goal,
     nothing_to_do,
     retried,
@@ -23,20 +23,20 @@ from serve_controller.core.commands.deployments import (
     check_unused,
     give_up,
     is_deployed_as,
-    left_out_of,
     put_deployment,
+    unwanted_deployments,
 )
 from serve_controller.core.commands.versions import (
     Wanted,
     as_scaled,
     check_methods,
     check_room_for_backends,
-    check_wanted,
+    check_target,
     make_backend,
 )
 from serve_controller.core.goals.scope import application_owned, deployment_owned, pending_goal
 from serve_controller.core.objects import Application, ApplicationVersion, Backend, EndpointConfig, GoalKind
-from serve_controller.core.snapshots import route_meanwhile, taken_over
+from serve_controller.core.snapshots import interim_route, taken_over
 
 DEPLOYMENTS_MAX = 100
 """Most deployments of one application, to bound what is recorded in one transaction."""
@@ -56,7 +56,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     ingress = BackendTag(f"{name}/{command.ingress}")
     parts = {tag: as_scaled(wanted, checkpoint.backends.get(tag)) for tag, wanted in parts.items()}
     existing = checkpoint.applications.get(name)
-    left_out = [] if existing is None else left_out_of(checkpoint, name, parts)
+    left_out = [] if existing is None else unwanted_deployments(checkpoint, name, parts)
     members = {*parts, *left_out}
     check_route_free(checkpoint, route, EndpointTag(ingress), "route_prefix", members)
     takes_over = taken_over(checkpoint, route, ingress, members)
@@ -66,7 +66,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     target = ApplicationVersion(ingress=ingress, deployments=sorted(parts), takes_over=takes_over)
     configs = {
         tag: EndpointConfig(
-            route=route_meanwhile(checkpoint, route, takes_over, tag, is_ingress=tag == ingress),
+            route=interim_route(checkpoint, route, takes_over, tag, is_ingress=tag == ingress),
             methods=methods,
             traffic={tag: 1.0},
             options=options[tag],
@@ -125,7 +125,7 @@ def _checked_parts(
         if tag in parts:
             raise BadField(f"{at}name", f"{spec.name!r} is given twice")
         parts[tag] = Wanted(spec.replica_config, spec.backend_config, spec.version, spec.version is not None)
-        check_wanted(parts[tag], at)
+        check_target(parts[tag], at)
         options[tag] = check_endpoint_options(spec.endpoint_options, f"{at}endpoint_options")
     if BackendTag(f"{command.name}/{command.ingress}") not in parts:
         raise BadField("ingress", f"{command.ingress[:100]!r} is none of the deployments")
@@ -147,7 +147,7 @@ def _is_same(
     parts: dict[BackendTag, Wanted],
     configs: dict[BackendTag, EndpointConfig],
 ) -> bool:
-    if existing.deleting or existing.target != target or ended_badly(checkpoint, existing.goal_id):
+    if existing.deleting or existing.target != target or goal_failed(checkpoint, existing.goal_id):
         return False
     for tag, wanted in parts.items():
         goal = pending_goal(checkpoint, tag)
@@ -167,7 +167,9 @@ def delete_application(checkpoint: Checkpoint, command: DeleteApplication, now: 
         return nothing_to_do(name, None)
     if existing.deleting:
         return nothing_to_do(name, existing.goal_id, updating=True)
-    tags = sorted({*existing.target.deployments, *left_out_of(checkpoint, name, existing.target.deployments)})
+    tags = sorted(
+        {*existing.target.deployments, *unwanted_deployments(checkpoint, name, existing.target.deployments)}
+    )
     own = {EndpointTag(tag) for tag in tags}
     for tag in tags:
         check_unused(checkpoint, tag, own)

@@ -22,11 +22,11 @@ from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
     Accepted,
+    already_deleted,
     changed,
-    ended_badly,
+    goal_failed,
     is_going,
     new_goal,
-    nothing_there,
     nothing_to_do,
     retried,
 )
@@ -35,9 +35,9 @@ from serve_controller.core.commands.versions import (
     as_scaled,
     check_methods,
     check_room_for_backends,
-    check_wanted,
-    is_as_wanted,
+    check_target,
     make_backend,
+    matches_target,
 )
 from serve_controller.core.goals.scope import deployment_owned, pending_goal
 from serve_controller.core.objects import (
@@ -60,7 +60,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     wanted = Wanted(
         command.replica_config, command.backend_config, command.version, command.version is not None
     )
-    check_wanted(wanted)
+    check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
     config = EndpointConfig(
         route=None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix"),
@@ -77,7 +77,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     _check_prev_version(existing, command)
     if existing is None:
         check_room_for_backends(checkpoint, 1)
-    elif not ended_badly(checkpoint, existing.goal_id) and is_deployed_as(
+    elif not goal_failed(checkpoint, existing.goal_id) and is_deployed_as(
         checkpoint, existing, wanted, config
     ):
         return nothing_to_do(tag, existing.goal_id)
@@ -127,7 +127,9 @@ def _joined(draft: Draft, tag: BackendTag) -> str:
     return application.name
 
 
-def left_out_of(checkpoint: Checkpoint, name: str, wanted: Collection[BackendTag]) -> list[BackendTag]:
+def unwanted_deployments(
+    checkpoint: Checkpoint, name: str, wanted: Collection[BackendTag]
+) -> list[BackendTag]:
     """Deployments of the application that are not in ``wanted``, including those of superseded or failed goals."""
     return sorted(
         tag
@@ -197,7 +199,7 @@ def _are_one(checkpoint: Checkpoint, one: EndpointTag, other: EndpointTag) -> bo
 def is_deployed_as(checkpoint: Checkpoint, existing: Backend, wanted: Wanted, config: EndpointConfig) -> bool:
     """Whether a deployment equals ``wanted`` and ``config`` already."""
     endpoint = checkpoint.endpoints.get(EndpointTag(existing.backend_tag))
-    if endpoint is None or not is_as_wanted(existing, wanted):
+    if endpoint is None or not matches_target(existing, wanted):
         return False
     return msgspec.structs.replace(endpoint.target, shadows={}) == config
 
@@ -207,7 +209,7 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
     tag = deployment_tag(command.name)
     existing = checkpoint.backends.get(tag)
     if existing is None:
-        return nothing_there(checkpoint, tag, backend_key(tag))
+        return already_deleted(checkpoint, tag, backend_key(tag))
     check_is_deployment(checkpoint, tag)
     if is_going(checkpoint, existing):
         return nothing_to_do(tag, existing.goal_id, updating=True)
@@ -216,7 +218,7 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
     deleted_tags = [tag]
     if application is not None and set(application.target.deployments) <= {tag}:
         # The last deployment of an application also deletes those that were left out of it.
-        deleted_tags += left_out_of(checkpoint, application.name, [tag])
+        deleted_tags += unwanted_deployments(checkpoint, application.name, [tag])
     for gone in deleted_tags:
         check_unused(checkpoint, gone, {EndpointTag(t) for t in deleted_tags})
     draft = Draft(checkpoint)
@@ -284,7 +286,7 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
     """Create or update a backend that belongs to no deployment."""
     tag = deployment_tag(command.backend_tag, _FIELD)
     wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
-    check_wanted(wanted)
+    check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
     deployment = checkpoint.deployments.get(tag)
     if deployment is not None and deployment.ended_at is None:
@@ -292,7 +294,7 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
     existing = checkpoint.backends.get(tag)
     if existing is None:
         check_room_for_backends(checkpoint, 1)
-    elif is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
+    elif matches_target(existing, wanted) and not goal_failed(checkpoint, existing.goal_id):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, [backend_key(tag)], now)
@@ -305,7 +307,7 @@ def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -
     tag = deployment_tag(command.backend_tag, _FIELD)
     existing = checkpoint.backends.get(tag)
     if existing is None:
-        return nothing_there(checkpoint, tag, backend_key(tag))
+        return already_deleted(checkpoint, tag, backend_key(tag))
     is_under_way = is_going(checkpoint, existing)
     if is_under_way and (existing.force_kill or not command.force_kill):
         return nothing_to_do(tag, existing.goal_id, updating=True)
@@ -347,8 +349,8 @@ def update_backend_config(
     else:
         config = scaled_config(config, existing)
     wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_kept=True)
-    is_there = is_as_wanted(existing, wanted) and paused == existing.autoscaling_paused
-    if is_there and not ended_badly(checkpoint, existing.goal_id):
+    is_there = matches_target(existing, wanted) and paused == existing.autoscaling_paused
+    if is_there and not goal_failed(checkpoint, existing.goal_id):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
     deployment = checkpoint.deployments.get(tag)
@@ -390,13 +392,13 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     )
     config = revision.endpoint
     if config is None:
-        if is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
+        if matches_target(existing, wanted) and not goal_failed(checkpoint, existing.goal_id):
             return nothing_to_do(tag, existing.goal_id)
     else:
         check_route_free(checkpoint, config.route, EndpointTag(tag), "to")
         config = msgspec.structs.replace(config, traffic={tag: 1.0}, shadows={})
         is_there = is_deployed_as(checkpoint, existing, wanted, config)
-        if is_there and not ended_badly(checkpoint, existing.goal_id):
+        if is_there and not goal_failed(checkpoint, existing.goal_id):
             return nothing_to_do(tag, existing.goal_id)
         check_not_moving(checkpoint, tag)
     draft = Draft(checkpoint)

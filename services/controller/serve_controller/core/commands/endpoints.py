@@ -24,15 +24,15 @@ from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
     Accepted,
+    already_deleted,
     changed,
-    ended_badly,
+    goal_failed,
     new_goal,
-    nothing_there,
     nothing_to_do,
 )
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
-from serve_controller.core.goals.scope import left_out_by, pending_goal
+from serve_controller.core.goals.scope import deployments_removed_by, pending_goal
 from serve_controller.core.objects import (
     TRAFFIC,
     EndpointConfig,
@@ -76,7 +76,7 @@ def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float)
     """Delete an endpoint that belongs to no deployment."""
     tag = _tag(command.endpoint)
     if tag not in checkpoint.endpoints:
-        return nothing_there(checkpoint, tag, endpoint_key(tag))
+        return already_deleted(checkpoint, tag, endpoint_key(tag))
     if _is_deployments(checkpoint, tag):
         raise Conflict(f"endpoint: {tag!r} belongs to the deployment of that name; use delete_deployment")
     draft = Draft(checkpoint)
@@ -126,7 +126,7 @@ def _set_alone(
     now: float,
 ) -> Accepted:
     """Change fields of an endpoint by a goal of its own, so that a pending or failing deploy does not undo them."""
-    if target == endpoint.target and not ended_badly(checkpoint, endpoint.goal_id):
+    if target == endpoint.target and not goal_failed(checkpoint, endpoint.goal_id):
         return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     before = endpoint.set_alone if endpoint.goal_id in checkpoint.pending else []
     set_alone = sorted({*before, *fields})
@@ -162,7 +162,7 @@ def _check_backend(checkpoint: Checkpoint, tag: BackendTag, field: str) -> None:
     if backend is None or backend.deleting:
         raise NotFound(f"{field}: there is no backend {tag!r}")
     goal = pending_goal(checkpoint, tag)
-    if goal is not None and tag in left_out_by(checkpoint, goal):
+    if goal is not None and tag in deployments_removed_by(checkpoint, goal):
         raise Conflict(f"{field}: {tag!r} is left out of its application by {goal.goal_id} and goes away")
 
 
@@ -196,7 +196,7 @@ def set_http_options(checkpoint: Checkpoint, command: SetHttpOptions, now: float
     record = checkpoint.http
     known = HttpOptions() if record is None else record.target
     options = check_http_options(merged(known, command.options, "options"))
-    if record is not None and options == record.target and not ended_badly(checkpoint, record.goal_id):
+    if record is not None and options == record.target and not goal_failed(checkpoint, record.goal_id):
         return nothing_to_do(SUBJECT, record.goal_id)
     draft = Draft(checkpoint)
     goal_id = new_goal(draft, GoalKind.HTTP, SUBJECT, [HTTP_KEY], now)

@@ -17,7 +17,7 @@ from serve_common.protocol.subjects import HTTP_KEY, backend_key, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, new_goal
 from serve_controller.core.commands.deployments import give_up
-from serve_controller.core.commands.versions import Wanted, check_methods, check_wanted, make_backend
+from serve_controller.core.commands.versions import Wanted, check_methods, check_target, make_backend
 from serve_controller.core.goals.scope import application_owned, deployment_owned, end_goal
 from serve_controller.core.objects import (
     Application,
@@ -29,7 +29,7 @@ from serve_controller.core.objects import (
     ObjectKind,
     number_of,
 )
-from serve_controller.core.restored import MARGIN, raised_above
+from serve_controller.core.restored import MARGIN, raise_counters_above
 
 SUBJECT = "everything"
 
@@ -48,7 +48,7 @@ def check_backup(saved: Checkpoint) -> str:
         if str(deployment_tag(tag, "backends")) != str(tag):
             raise BadField("backends", f"{tag[:100]!r} is not a whole tag")
         target = backend.target
-        check_wanted(
+        check_target(
             Wanted(target.replica_config, target.backend_config, target.version, is_same_code=True), at
         )
     wanted = {tag for tag, backend in saved.backends.items() if not backend.deleting}
@@ -78,7 +78,7 @@ def restore(checkpoint: Checkpoint, command: RestoreFrom, now: float) -> Accepte
     draft, saved = Draft(checkpoint), command.saved
     if saved.counters.goal > draft.counters.goal or saved.counters.ordinal > draft.counters.ordinal:
         # Another store than the one that was backed up: do not give numbers of that one again.
-        draft.put(raised_above(draft.counters, saved.counters, MARGIN))
+        draft.put(raise_counters_above(draft.counters, saved.counters, MARGIN))
     for goal_id in sorted(draft.pending, key=number_of):
         end_goal(draft, draft.pending[goal_id], GoalStatus.SUPERSEDED, now, "replaced by restore")
     goals = [*_drop(draft, saved, now), *_put_backends(draft, saved, now), *_put_endpoints(draft, saved, now)]
@@ -147,9 +147,9 @@ def _put_backends(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
 def _put_backend(draft: Draft, saved: Checkpoint, backend: Backend, goal_id: GoalId) -> None:
     tag, target = backend.backend_tag, backend.target
     existing = draft.backends.get(tag)
-    is_same_life = _started_at(draft.deployments.get(tag)) == _started_at(saved.deployments.get(tag))
+    is_same_incarnation = _started_at(draft.deployments.get(tag)) == _started_at(saved.deployments.get(tag))
     is_same_code = target.version is not None or (
-        existing is not None and is_same_life and existing.target.code_version == target.code_version
+        existing is not None and is_same_incarnation and existing.target.code_version == target.code_version
     )
     wanted = Wanted(target.replica_config, target.backend_config, target.version, is_same_code)
     made = make_backend(existing, tag, goal_id, wanted)

@@ -12,7 +12,7 @@ from serve_common.config.endpoint import METHODS
 from serve_common.config.replica import ReplicaConfig, check_replica_config
 from serve_common.errors import BadField, LimitReached
 from serve_common.names import BackendTag, GoalId
-from serve_controller.core.audit import HEARD_BY_REPLICAS
+from serve_controller.core.audit import REPLICA_OPTIONS
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, BackendVersion
 from serve_controller.core.scaling import scaled_config
@@ -33,7 +33,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """Whether replicas kept by a failed update (`Backend.kept`) may stay, unless they would have to be reconfigured."""
 
 
-def check_wanted(wanted: Wanted, at: str = "") -> None:
+def check_target(wanted: Wanted, at: str = "") -> None:
     """Raise `BadField` for invalid values; ``at`` is put before the field's path."""
     check_backend_config(wanted.backend_config, f"{at}backend_config")
     check_replica_config(wanted.replica_config, f"{at}replica_config")
@@ -68,7 +68,7 @@ def check_room_for_backends(checkpoint: Checkpoint, more: int) -> None:
         )
 
 
-def is_as_wanted(backend: Backend, wanted: Wanted) -> bool:
+def matches_target(backend: Backend, wanted: Wanted) -> bool:
     """Whether the target equals ``wanted`` already."""
     target = backend.target
     return (
@@ -158,4 +158,4 @@ def _with_same_code(existing: Backend, wanted: Wanted) -> BackendVersion | None:
 
 def replica_part(config: BackendConfig) -> BackendConfig:
     """The configuration reduced to the options that replicas must apply."""
-    return BackendConfig(**{name: getattr(config, name) for name in HEARD_BY_REPLICAS})
+    return BackendConfig(**{name: getattr(config, name) for name in REPLICA_OPTIONS})

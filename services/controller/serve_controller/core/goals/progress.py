@@ -13,12 +13,12 @@ from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals.scope import (
     ERROR_LENGTH_MAX,
-    application_of,
-    backends_of,
+    deployments_removed_by,
     end_goal,
-    endpoints_of,
-    goal_at_stake,
-    left_out_by,
+    goal_failing_with,
+    owned_application,
+    owned_backends,
+    owned_endpoints,
 )
 from serve_controller.core.objects import (
     Application,
@@ -37,9 +37,9 @@ from serve_controller.core.snapshots import move_route
 from serve_controller.core.transitions import ROUTED, WANTED
 
 
-def fail_if_hopeless(draft: Draft, backend: Backend, now: float) -> None:
+def fail_after_retries(draft: Draft, backend: Backend, now: float) -> None:
     """Fail a pending change after ``max_constructor_retry_count`` failed starts."""
-    goal = goal_at_stake(draft, backend)
+    goal = goal_failing_with(draft, backend)
     if goal is None:
         return
     if backend.start_failures >= backend.target.backend_config.max_constructor_retry_count:
@@ -51,7 +51,7 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
     whole = goal.kind is GoalKind.APPLICATION
     end_goal(draft, goal, GoalStatus.FAILED, now, f"{of}: {error}" if whole else error)
     had_worked = _undo_application(draft, goal)
-    for tag in backends_of(goal):
+    for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
         if backend is None or backend.deleting:
             continue
@@ -62,20 +62,20 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
             draft.delete((ObjectKind.ENDPOINT, tag))
         else:
             _undo(draft, backend, reason[-ERROR_LENGTH_MAX:], is_whole=whole)
-    for endpoint_tag in endpoints_of(goal):
+    for endpoint_tag in owned_endpoints(goal):
         _undo_endpoint(draft, endpoint_tag)
 
 
 def _undo_application(draft: Draft, goal: Goal) -> bool:
     """Restore an application's last good version; returns whether there was one."""
-    application = application_of(draft, goal)
+    application = owned_application(draft, goal)
     if application is None:
         return False
     if application.last_good is None:
         target = msgspec.structs.replace(application.target, takes_over=None)
         draft.put(msgspec.structs.replace(application, target=target))
         return False
-    good, parts = application.last_good, backends_of(goal)
+    good, parts = application.last_good, owned_backends(goal)
     joined = [t for t in application.target.deployments if t not in good.deployments and t not in parts]
     target = msgspec.structs.replace(good, deployments=[*good.deployments, *joined])
     draft.put(msgspec.structs.replace(application, target=target))
@@ -140,8 +140,8 @@ def fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
 
 def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
     """What a pending goal still waits for, as text for people; empty when it is reached."""
-    left_out = left_out_by(draft, goal)
-    for tag in backends_of(goal):
+    left_out = deployments_removed_by(draft, goal)
+    for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
         if backend is None or backend.deleting:
             left = len(draft.replicas_of(tag))
@@ -227,7 +227,7 @@ REVISIONS_MAX = 10
 """Revisions retained for each backend; the oldest are deleted."""
 
 
-def succeed_where_reached(
+def complete_reached_goals(
     draft: Draft, observed: ObservedState, goal_ids: Iterable[GoalId], now: float
 ) -> None:
     """End the pending goals that are reached: recorded, published and applied by every live proxy."""
@@ -240,7 +240,7 @@ def succeed_where_reached(
             fail_http(draft, goal, refusal, now)
         elif waits_for(draft, observed, goal) == "":
             # One step after the other, each applied by every proxy: a removed deployment may have had the route.
-            if move_route(draft, application_of(draft, goal)) or _drop_left_out(draft, goal, now):
+            if move_route(draft, owned_application(draft, goal)) or _drop_left_out(draft, goal, now):
                 continue
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
             _mark_good(draft, goal, now)
@@ -249,7 +249,7 @@ def succeed_where_reached(
 def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
     """Delete the deployments that an application no longer has; returns whether there were any."""
     dropped = False
-    for tag in left_out_by(draft, goal):
+    for tag in deployments_removed_by(draft, goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
             draft.put(msgspec.structs.replace(backend, deleting=True))
@@ -263,16 +263,16 @@ def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
 
 def _mark_good(draft: Draft, goal: Goal, now: float) -> None:
     """Record the targets of a succeeded goal as last good."""
-    application = application_of(draft, goal)
+    application = owned_application(draft, goal)
     if application is not None:
         _mark_application_good(draft, application, goal)
     elif goal.kind is GoalKind.DEPLOY:
         _mark_part_good(draft, BackendTag(goal.subject))
-    for endpoint_tag in endpoints_of(goal):
+    for endpoint_tag in owned_endpoints(goal):
         endpoint = draft.endpoints.get(endpoint_tag)
         if endpoint is not None:
             _mark_endpoint_good(draft, endpoint, goal)
-    for tag in backends_of(goal):
+    for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
             _mark_backend_good(draft, backend, goal, now)
@@ -284,7 +284,7 @@ def _mark_application_good(draft: Draft, application: Application, goal: Goal) -
     if application.deleting:
         draft.delete((ObjectKind.APPLICATION, application.name))
         return
-    target, parts = application.target, backends_of(goal)
+    target, parts = application.target, owned_backends(goal)
     # A deployment that joined since has a goal of its own.
     good = msgspec.structs.replace(target, deployments=[t for t in target.deployments if t in parts])
     draft.put(msgspec.structs.replace(application, last_good=good))

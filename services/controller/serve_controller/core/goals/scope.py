@@ -41,12 +41,12 @@ def backend_keys(owns: Sequence[str]) -> set[str]:
     return {key for key in owns if key.startswith(f"{BACKENDS}.")}
 
 
-def backends_of(goal: Goal) -> list[BackendTag]:
+def owned_backends(goal: Goal) -> list[BackendTag]:
     """The backends that a goal owns."""
     return [BackendTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{BACKENDS}.")]
 
 
-def endpoints_of(goal: Goal) -> list[EndpointTag]:
+def owned_endpoints(goal: Goal) -> list[EndpointTag]:
     """The endpoints that a goal owns."""
     return [EndpointTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{ENDPOINTS}.")]
 
@@ -62,15 +62,15 @@ def pending_goal(draft: Checkpoint, tag: BackendTag) -> Goal | None:
     return None
 
 
-def goal_at_stake(draft: Checkpoint, backend: Backend) -> Goal | None:
+def goal_failing_with(draft: Checkpoint, backend: Backend) -> Goal | None:
     """The pending goal that fails with this backend; None for a backend that is to be deleted anyway."""
     goal = pending_goal(draft, backend.backend_tag)
-    if goal is None or backend.deleting or backend.backend_tag in left_out_by(draft, goal):
+    if goal is None or backend.deleting or backend.backend_tag in deployments_removed_by(draft, goal):
         return None
     return goal
 
 
-def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
+def owned_application(draft: Checkpoint, goal: Goal) -> Application | None:
     """The application that a goal changes as a whole, if any."""
     if goal.kind is not GoalKind.APPLICATION and goal.kind is not GoalKind.DELETE:
         return None
@@ -79,9 +79,9 @@ def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
     return application if is_about else None
 
 
-def left_out_by(draft: Checkpoint, goal: Goal) -> list[BackendTag]:
+def deployments_removed_by(draft: Checkpoint, goal: Goal) -> list[BackendTag]:
     """Deployments that are deleted from an application when this goal is reached."""
-    application = application_of(draft, goal)
+    application = owned_application(draft, goal)
     if application is None or application.deleting:
         return []
-    return [tag for tag in backends_of(goal) if tag not in application.target.deployments]
+    return [tag for tag in owned_backends(goal) if tag not in application.target.deployments]

@@ -42,7 +42,7 @@ from serve_replica_host.replica.io.request import (
     ToUser,
 )
 from serve_replica_host.replica.io.response_frames import ResponseFrames
-from serve_replica_host.replica.io.slots import SERVICE_RESTART, WHY_CLOSED, QuietSockets, Slots
+from serve_replica_host.replica.io.slots import CLOSE_REASON, SERVICE_RESTART, QuietSockets, Slots
 
 _log = structlog.get_logger(__name__)
 
@@ -111,7 +111,7 @@ class BodyFrames:
             if piece or is_whole:
                 self._to_user(BodyPiece(exchange, bytes(piece), is_whole))
             else:
-                self.give_credit(exchange, incoming, 1)
+                self.grant_credit(exchange, incoming, 1)
         else:
             self._collect(exchange, incoming, piece, is_whole=is_whole)
 
@@ -130,7 +130,7 @@ class BodyFrames:
             exchange.body = b"".join(incoming.pieces)
             self._work_on(exchange)
         else:
-            self.give_credit(exchange, incoming, 1)
+            self.grant_credit(exchange, incoming, 1)
 
     def take_message(self, exchange: ReplicaRequest, head: MessageHead, body: memoryview) -> None:
         """Process a WebSocket message, or a part of one."""
@@ -151,7 +151,7 @@ class BodyFrames:
     def _refuse(self, exchange: ReplicaRequest, message: str) -> None:
         self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
 
-    def give_credit(self, exchange: ReplicaRequest, incoming: IncomingFrames, frames: int) -> None:
+    def grant_credit(self, exchange: ReplicaRequest, incoming: IncomingFrames, frames: int) -> None:
         """Grant the router credit for ``frames`` that the user's code has read."""
         credit = incoming.release(frames)
         if credit:
@@ -217,7 +217,7 @@ class ReplicaProtocol:
 
     def occupancy(self) -> Occupancy:
         """The current load, without the state of the connection."""
-        started = [exchange for exchange in self._exchanges.values() if exchange.has_answer_begun]
+        started = [exchange for exchange in self._exchanges.values() if exchange.has_response_started]
         sockets = sum(exchange.head.kind is RequestKind.WEBSOCKET for exchange in started)
         return Occupancy(
             ongoing_s=self._slots.ongoing_seconds(self._now()),
@@ -242,7 +242,7 @@ class ReplicaProtocol:
         self._is_disconnected = False
         self._connected_at = self._now()
 
-    def seconds_until_asked(self) -> float:
+    def seconds_until_probed(self) -> float:
         """Seconds in which routers may still re-request responses that were lost with a bus connection, theirs or ours.
 
         Call it again afterwards: a disconnect meanwhile extends the time.
@@ -258,7 +258,7 @@ class ReplicaProtocol:
 
     # -- frames from routers --------------------------------------------------------------------------------------
 
-    def take_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+    def handle_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         """Process a message on the replica's subject."""
         try:
             head, body = decode_frame(payload)
@@ -296,7 +296,7 @@ class ReplicaProtocol:
             case CancelHead():
                 self._answers.drop(exchange, STATUS_CANCELLED)
             case CloseHead(code, reason):
-                self._answers.drop(exchange, exchange.answer_status or STATUS_CANCELLED, code, reason)
+                self._answers.drop(exchange, exchange.response_status or STATUS_CANCELLED, code, reason)
             case ProbeHead(_, wants_sign):
                 if exchange.last_frame:  # it was answered, and the unwanted work goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
@@ -363,7 +363,7 @@ class ReplicaProtocol:
         head = ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
         self._slots.recent.add(exchange.reply, self._frames.send(exchange.reply, head), self._now())
 
-    def begin_drain(self) -> None:
+    def start_drain(self) -> None:
         """Refuse new and queued requests from now on."""
         self.is_draining = True
         self._drain_started_at = self._now()
@@ -403,7 +403,7 @@ class ReplicaProtocol:
         for exchange in list(self._exchanges.values()):
             if exchange.is_dropped:
                 continue
-            if now >= exchange.deadline and not exchange.has_answer_begun:
+            if now >= exchange.deadline and not exchange.has_response_started:
                 message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
                 self._answers.fail(exchange, DeadlineExceeded.error_code, 504, message)
             elif (
@@ -416,17 +416,17 @@ class ReplicaProtocol:
             for exchange in self._quiet_sockets.find(watched, now):
                 # For a router that loses it and probes.
                 exchange.last_frame = self._frames.send(
-                    exchange.reply, CloseHead(SERVICE_RESTART, WHY_CLOSED)
+                    exchange.reply, CloseHead(SERVICE_RESTART, CLOSE_REASON)
                 )
-                self._answers.drop(exchange, exchange.answer_status, SERVICE_RESTART, WHY_CLOSED)
+                self._answers.drop(exchange, exchange.response_status, SERVICE_RESTART, CLOSE_REASON)
 
     # -- outcomes of the user side --------------------------------------------------------------------------------
 
-    def take_outcome(self, outcome: ToBus) -> None:
+    def handle_outcome(self, outcome: ToBus) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
         if type(outcome) is not Taken:
             self._answers.take(outcome)
             return
         exchange = outcome.exchange
         if exchange.incoming is not None and not exchange.is_dropped:
-            self._bodies.give_credit(exchange, exchange.incoming, outcome.frames)
+            self._bodies.grant_credit(exchange, exchange.incoming, outcome.frames)

@@ -61,7 +61,7 @@ class NatsReader:
 
     def attach(self, link: Link) -> None:
         """Start reading ``link`` on the user loop; called on the bus loop."""
-        shared = link.lend()
+        shared = link.detach_reader()
         if shared is None:
             return
         with self._lock:
@@ -173,7 +173,7 @@ class ReplicaIO:
         self._metrics = metrics
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
-        self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - created below
+        self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - created below
         self._reader = NatsReader(self._to_user, self._frames, self._lock, self._process_user_items)
         self._protocol = ReplicaProtocol(
             publish=self._frames.publish,
@@ -187,7 +187,7 @@ class ReplicaIO:
         self._direct = DirectResponses(
             connection, to_bus.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
         )
-        self.user_side: Final = UserExecutor(code, to_bus.put, self._direct, traces)
+        self.user_executor: Final = UserExecutor(code, to_bus.put, self._direct, traces)
         connection.reader = self._reader
         connection.after_messages = self._to_user.wake
         connection.on_connected.append(self._on_connected)
@@ -231,23 +231,23 @@ class ReplicaIO:
     async def drain(self) -> None:
         """Refuse new requests from now on, and wait until nothing is in flight."""
         with self._lock:
-            self._protocol.begin_drain()
+            self._protocol.start_drain()
         await self._protocol.wait_idle()
 
-    def seconds_until_asked(self) -> float:
+    def seconds_until_probed(self) -> float:
         """Seconds in which routers may still re-request lost responses."""
         with self._lock:
-            return self._protocol.seconds_until_asked()
+            return self._protocol.seconds_until_probed()
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
     def _take_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if self._reader.is_on_user_loop:  # then the lock is held
-            self._protocol.take_frame(subject, reply, payload, headers)
+            self._protocol.handle_frame(subject, reply, payload, headers)
             return
         with self._lock:
             self._to_user.gather()  # `after_messages` ends that
-            self._protocol.take_frame(subject, reply, payload, headers)
+            self._protocol.handle_frame(subject, reply, payload, headers)
 
     def _put_for_user(self, item: ToUser) -> None:
         if self._reader.is_on_user_loop:
@@ -263,12 +263,12 @@ class ReplicaIO:
 
     def _take_outcome(self, outcome: ToBus) -> None:
         with self._lock:
-            self._protocol.take_outcome(outcome)
+            self._protocol.handle_outcome(outcome)
 
     def _on_response_sent(self, left: Left) -> None:
         """Release the slot of a response that was sent; on the user loop."""
         with self._lock:
-            self._protocol.take_outcome(left)
+            self._protocol.handle_outcome(left)
             self._frames.flush()
 
     def _on_connected(self) -> None:

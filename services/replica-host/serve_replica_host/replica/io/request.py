@@ -47,9 +47,9 @@ class ReplicaRequest:
     phase: Phase = Phase.RECEIVING
     is_dropped: bool = False
     """The response is not wanted any more; only the slot is kept until the work has ended."""
-    has_answer_begun: bool = False
+    has_response_started: bool = False
     """The response has started, so the deadline does not apply any more."""
-    answer_status: int = 0
+    response_status: int = 0
     """Status of the response; 0 until it is known."""
     last_frame: bytes = b""
     """The frame of a one-frame response or of an error, to be sent again when a router probes."""
@@ -72,7 +72,7 @@ class ReplicaRequest:
     is_told: bool = False
     """The bus side was notified of new `pieces` and has not processed them yet."""
     # The user side's:
-    has_begun: bool = False
+    has_started: bool = False
     work: asyncio.Task[Any] | None = None
     """The task; None until it runs, or if it ended at its first step."""
     reader: BodyReader | None = None

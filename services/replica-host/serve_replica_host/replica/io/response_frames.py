@@ -65,7 +65,7 @@ class ResponseFrames:
             return  # the response was complete; work that continued after it has ended
         if type(outcome) is Left:
             exchange.phase = Phase.SENDING
-            status = exchange.answer_status if exchange.is_dropped else outcome.status
+            status = exchange.response_status if exchange.is_dropped else outcome.status
             self._slots.release(exchange, status, outcome.ended_at)
             return
         if type(outcome) is Answered:
@@ -79,7 +79,7 @@ class ResponseFrames:
             exchange.phase = Phase.SENDING
         if exchange.is_dropped:
             if exchange.phase is Phase.SENDING:
-                self._slots.release(exchange, exchange.answer_status)
+                self._slots.release(exchange, exchange.response_status)
             elif exchange.pieces is not None:
                 exchange.pieces.clear()
             return
@@ -124,12 +124,12 @@ class ResponseFrames:
             return
         if not any(name == b"content-length" for name, _ in headers):
             headers = [*headers, (b"content-length", b"%d" % len(body))]
-        exchange.answer_status = status
+        exchange.response_status = status
         outgoing = OutgoingBody()
         outgoing.add(body, last=True)
         if self._send_head(exchange, status, headers, outgoing.first_body(), last=False):
             exchange.outgoing = outgoing
-            exchange.has_answer_begun = True
+            exchange.has_response_started = True
             self._pump(exchange)
 
     def _send_head(
@@ -151,18 +151,18 @@ class ResponseFrames:
     def _open(self, exchange: ReplicaRequest, status: int, headers: Headers) -> None:
         if exchange.outgoing is not None:
             return
-        exchange.answer_status = status
+        exchange.response_status = status
         if exchange.head.kind is RequestKind.WEBSOCKET and status == STATUS_SWITCHING:
             if self._send_head(exchange, status, headers, b"", last=False):
                 exchange.outgoing = OutgoingMessages()
-                exchange.has_answer_begun = True
+                exchange.has_response_started = True
             return
         outgoing = OutgoingBody()
         self._drain(exchange, outgoing)
         first = outgoing.first_body()
         if self._send_head(exchange, status, headers, first, last=False):
             exchange.outgoing = outgoing
-            exchange.has_answer_begun = True
+            exchange.has_response_started = True
             self._notify_sent(exchange, len(first))
             self._pump(exchange)
 
@@ -207,7 +207,7 @@ class ResponseFrames:
             self._frames.send(exchange.reply, BodyHead(sequence, last), body)
             sent_bytes += len(body)
             if last:
-                self._slots.release(exchange, exchange.answer_status)
+                self._slots.release(exchange, exchange.response_status)
                 return
         if sent_bytes:
             self._notify_sent(exchange, sent_bytes)
@@ -218,7 +218,7 @@ class ResponseFrames:
             head, body = frame
             self._frames.send(exchange.reply, head, body)
             if isinstance(head, CloseHead):
-                self._slots.release(exchange, exchange.answer_status)
+                self._slots.release(exchange, exchange.response_status)
                 return
             sent_bytes += len(body) + (MESSAGE_COST_BYTES if head.last else 0)
         if sent_bytes:
@@ -247,7 +247,7 @@ class ResponseFrames:
         """Send an error to the router, and drop the exchange."""
         head = ErrorHead(error_code, status, message, len(self._slots.held) - 1)
         sent = self._frames.send(exchange.reply, head, body if len(body) <= FRAME_BODY_BYTES_MAX else b"")
-        if not exchange.has_answer_begun:
+        if not exchange.has_response_started:
             exchange.last_frame = sent
         self.drop(exchange, status)
 
@@ -255,7 +255,7 @@ class ResponseFrames:
         """Drop the exchange. If the user's code still runs, the slot is released when it has ended."""
         if exchange.is_dropped:
             return
-        exchange.answer_status = status
+        exchange.response_status = status
         exchange.is_dropped = True
         if exchange.phase is Phase.WORKING:
             self._to_user(Drop(exchange, close_code, reason))

@@ -61,7 +61,7 @@ class PlainStream(msgspec.Struct, frozen=True, gc=False):
 _encoder = msgspec.json.Encoder(enc_hook=_as_json)
 
 
-def to_answer(result: Any) -> WholeResponse | PlainStream | Response:
+def to_response(result: Any) -> WholeResponse | PlainStream | Response:
     """Convert ``result`` to a response; a `Response` is streamed by running it as an ASGI application.
 
     Raises `NotAnAnswer`.

@@ -14,7 +14,7 @@ QUIET_S: Final = 1.0
 """Seconds without a message in either direction after which a socket is quiet."""
 SERVICE_RESTART: Final = 1012
 """WebSocket close code (registered for RFC 6455): reconnect."""
-WHY_CLOSED: Final = "the replica is being replaced"
+CLOSE_REASON: Final = "the replica is being replaced"
 
 
 @final
@@ -54,7 +54,7 @@ class QuietSockets:
         return quiet
 
 
-KEPT_S: Final = 5.0
+RETENTION_MIN_S: Final = 5.0
 """Minimum seconds for which replies are kept, within the limits; longer than a reconnect and the probe after it."""
 GENERATION_MAX: Final = 5_000
 """Maximum requests of a generation."""
@@ -87,7 +87,11 @@ class RecentReplies:
     def add(self, reply: bytes, answer: bytes, now: float) -> None:
         """Record that the request of ``reply`` has ended or never starts; ``answer`` is its single frame, if any."""
         younger = self._younger
-        if now - self._since > KEPT_S or len(younger) >= GENERATION_MAX or self._bytes > GENERATION_BYTES_MAX:
+        if (
+            now - self._since > RETENTION_MIN_S
+            or len(younger) >= GENERATION_MAX
+            or self._bytes > GENERATION_BYTES_MAX
+        ):
             younger = self._begin_generation(now)
         size_bytes = len(answer)
         if size_bytes > ANSWER_BYTES_MAX:
@@ -117,7 +121,7 @@ WAITING_MAX: Final = 1_000
 
 
 @final
-class WaitingRoom:
+class SlotQueue:
     """Queued requests by reply subject, in order of arrival; used under the lock of the `ReplicaProtocol`."""
 
     __slots__ = ("_held",)
@@ -176,7 +180,7 @@ class Slots:
         self, now: Callable[[], float], metrics: RequestMetrics, on_free: Callable[[], None]
     ) -> None:
         """``now`` is `time.monotonic` or a fake; ``on_free`` is called when one of ``waiting`` may get a slot."""
-        self.waiting: Final = WaitingRoom()
+        self.waiting: Final = SlotQueue()
         self._on_free = on_free
         self.held: dict[bytes, ReplicaRequest] = {}
         """Requests in flight by reply subject."""
@@ -204,7 +208,7 @@ class Slots:
         self.recent.add(exchange.reply, exchange.last_frame, now)
         seconds = now - exchange.began_at
         self._ended_s += seconds
-        self._metrics.count_answered(status, seconds)
+        self._metrics.count_response(status, seconds)
         if exchange.trace is not None:
             exchange.trace.end(status, now)
         if self.waiting:

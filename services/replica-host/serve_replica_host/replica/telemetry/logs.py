@@ -134,10 +134,10 @@ _SEND_TIMEOUT_S: Final = 10.0
 _SEND_BYTES: Final = 512 * 1024
 
 
-def open_log_way() -> Callable[[bytes], None]:
+def open_log_sender() -> Callable[[bytes], None]:
     """Return a function that sends whole lines, on one thread at a time; unsendable ones go to standard error."""
     path = os.environ.get(LOG_SOCKET, "")
-    to_stderr = own_stderr()
+    to_stderr = open_stderr()
     if not path:
         return to_stderr
     try:
@@ -158,7 +158,7 @@ def open_log_way() -> Callable[[bytes], None]:
     return to_host
 
 
-def own_stderr() -> Callable[[bytes], None]:
+def open_stderr() -> Callable[[bytes], None]:
     """Return a function that writes whole lines to standard error, a file of Ray on this machine."""
     return StandardError({"service": "replica"}, SystemClock(), sys.stderr.fileno()).write
 
@@ -269,7 +269,7 @@ class ReplicaLogs:
         self._replica_tag = replica_tag
         clock = SystemClock()
         lines_ids = {"service": "replica", **ids}
-        self._forwarder = LogForwarder(way or open_log_way(), lines_ids, clock)
+        self._forwarder = LogForwarder(way or open_log_sender(), lines_ids, clock)
         self._sink: NatsLogSink | None = None
         configure_replica_logs(self._forwarder, **ids)
         UserLogs(self._forwarder, lines_ids, clock).catch(log_level())

@@ -17,7 +17,7 @@ from serve_common.names import BackendTag, ReplicaTag
 from serve_common.ports import Clock
 from serve_common.runtime.clock import SystemClock
 from serve_common.telemetry.log_lines import dropped_line
-from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, log_ids, own_stderr
+from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, log_ids, open_stderr
 
 FILES_BYTES_MAX: Final = 4 * 1024 * 1024
 """Maximum size of all metrics files of a process; a replica without user metrics has some 10 kB."""
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 @final
-class KeptLines:
+class RetainedLines:
     """A bounded buffer of log lines: excess lines are written elsewhere and counted, and the count is logged."""
 
     def __init__(self, spill: Callable[[bytes], None], ids: Mapping[str, str], clock: Clock) -> None:
@@ -160,17 +160,17 @@ class RemoteSide:
     def __init__(self, *, has_metrics: bool) -> None:
         """Raises OSError when no temporary directory can be created."""
         self._directory = make_private_directory(SystemClock().now()) if has_metrics else None
-        self._lines: KeptLines | None = None
+        self._lines: RetainedLines | None = None
 
     @property
     def metrics_dir(self) -> str:
         """Private multiprocess directory of prometheus_client; empty for none."""
         return "" if self._directory is None else str(self._directory)
 
-    def keep_lines(self, replica_tag: ReplicaTag, backend_tag: BackendTag) -> Callable[[bytes], None]:
+    def retain_lines(self, replica_tag: ReplicaTag, backend_tag: BackendTag) -> Callable[[bytes], None]:
         """Return the function that keeps the log lines of this process' replica."""
         ids = {"service": "replica", **log_ids(replica_tag, backend_tag)}
-        self._lines = KeptLines(own_stderr(), ids, SystemClock())
+        self._lines = RetainedLines(open_stderr(), ids, SystemClock())
         return self._lines.keep
 
     def fetch(self, *, with_lines: bool) -> RemoteTelemetry:
@@ -225,11 +225,11 @@ class HostLocation(msgspec.Struct, frozen=True, kw_only=True):
             os.environ[LOG_SOCKET] = self.log_socket
 
 
-def encode_place(place: HostLocation) -> bytes:
+def encode_location(place: HostLocation) -> bytes:
     """Encode a value for the transfer through Ray."""
     return msgspec.msgpack.encode(place)
 
 
-def decode_place(data: bytes) -> HostLocation:
+def decode_location(data: bytes) -> HostLocation:
     """Decode a `HostLocation`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=HostLocation)

@@ -84,7 +84,7 @@ class Traces:
             "muster.request_kind": kind,
             "muster.request_id": request_id,
         }
-        span = tracer.begin_sampled(
+        span = tracer.start_sampled(
             self._name,
             SpanKind.SERVER,
             parent,

@@ -28,7 +28,7 @@ from serve_replica_host.replica.io.request import (
 )
 from serve_replica_host.replica.io.response_frames import STATUS_SWITCHING
 from serve_replica_host.replica.io.response_stream import ResponseStream, is_full, room
-from serve_replica_host.replica.user.contexts import answer_begun
+from serve_replica_host.replica.user.contexts import on_response_started
 
 
 class CallerGone(OSError):
@@ -49,7 +49,7 @@ class HttpSender:
         self._is_ended = False
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """True once the application has started its response."""
         return self._stream is not None
 
@@ -68,7 +68,7 @@ class HttpSender:
                 raise RuntimeError("the answer was begun already")
             self._stream = ResponseStream(self._exchange, self._to_bus)
             self._stream.open(message["status"], as_headers(message.get("headers", ())))
-            answer_begun()
+            on_response_started()
         elif kind == "http.response.body":
             await self._take_body(message)
 
@@ -294,7 +294,7 @@ class AsgiSocket:
         if subprotocol:
             headers.append((b"sec-websocket-protocol", subprotocol.encode("latin-1")))
         self._is_accepted = True
-        answer_begun()
+        on_response_started()
         self._to_bus(Opened(self._exchange, STATUS_SWITCHING, headers))
 
     async def _send_message(self, message: Message) -> None:

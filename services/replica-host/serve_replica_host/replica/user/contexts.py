@@ -16,7 +16,7 @@ from serve_common.telemetry.spans import (
     format_traceparent,
     may_be_sampled,
     parse_traceparent,
-    tracestate_of,
+    parse_tracestate,
 )
 from serve_replica_host.replica.io.request import ReplicaRequest
 from serve_replica_host.replica.telemetry.traces import Traces
@@ -49,7 +49,7 @@ def enter_trace(exchange: ReplicaRequest, traces: Traces) -> None:
         if tracer.enter_unsampled is not None:
             _enter_unsampled(traceparent, tracer.enter_unsampled)
         return
-    parent = parse_traceparent(traceparent, tracestate_of(head.headers)) if traceparent else None
+    parent = parse_traceparent(traceparent, parse_tracestate(head.headers)) if traceparent else None
     trace_id = tracer.new_trace_id() if parent is None else parent.trace_id
     if not tracer.sampler.decide(parent, trace_id):
         span_id = tracer.new_span_id() if parent is None else parent.span_id
@@ -88,7 +88,7 @@ def _change_context(**changes: str) -> None:
         request_context.set(msgspec.structs.replace(context, **changes))
 
 
-def answer_begun() -> None:
+def on_response_started() -> None:
     """Remove the deadline of the running task's request, because its response has started."""
     context = request_context.get()
     if context is not None and context.deadline is not None:

@@ -21,7 +21,7 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.protocol.frames import RequestKind
-from serve_common.runtime.request_context import departures
+from serve_common.runtime.request_context import disconnect_propagation
 from serve_replica_host.replica.io.request import (
     Answered,
     BodyPiece,
@@ -45,7 +45,7 @@ from serve_replica_host.replica.user.request_kinds import RequestKinds, log_rais
 _log = structlog.get_logger(__name__)
 
 
-def is_passed_on(error: ServeError) -> bool:
+def is_reported_to_caller(error: ServeError) -> bool:
     """True when ``error`` is reported to the caller as a failure of its own request.
 
     A missing deployment, or invalid arguments, are errors of the user's code instead.
@@ -53,8 +53,8 @@ def is_passed_on(error: ServeError) -> bool:
     return error.is_of_call and isinstance(error, RequestFailed | LimitReached | TransientError)
 
 
-def failed_by(exchange: ReplicaRequest, error: ServeError, body: bytes = b"") -> Failed:
-    """Log an error that `is_passed_on`, and build its outcome; ``body`` as in `Failed`."""
+def build_failure(exchange: ReplicaRequest, error: ServeError, body: bytes = b"") -> Failed:
+    """Log an error that `is_reported_to_caller`, and build its outcome; ``body`` as in `Failed`."""
     _log.warning(
         "call_failed",
         request_id=exchange.head.request_id,
@@ -208,18 +208,18 @@ class UserExecutor:
         work = exchange.work
         if work is None or work.done():
             return
-        if isinstance(exchange.socket, AsgiSocket) and exchange.has_begun:
+        if isinstance(exchange.socket, AsgiSocket) and exchange.has_started:
             # An application is notified as ASGI specifies, and then has some time to end by itself.
             exchange.socket.leave(drop.close_code, drop.reason)
             asyncio.get_running_loop().call_later(LEAVE_S, _cancel, exchange.reply, work)
             return
         _cancel(exchange.reply, work)
-        if not exchange.has_begun:  # then `_serve` never runs, and cannot report its end
+        if not exchange.has_started:  # then `_serve` never runs, and cannot report its end
             self._end(Ended(exchange))
 
     async def _serve(self, exchange: ReplicaRequest) -> None:
         """Run the user's code; sends exactly one outcome that ends the work to the bus side."""
-        exchange.has_begun = True
+        exchange.has_started = True
         outcome: ToBus = Ended(exchange)
         try:
             enter_request(exchange)
@@ -234,8 +234,8 @@ class UserExecutor:
         except BaseException as error:
             if is_cancellation(exchange, error):
                 raise
-            if isinstance(error, ServeError) and is_passed_on(error):
-                outcome = failed_by(exchange, error)
+            if isinstance(error, ServeError) and is_reported_to_caller(error):
+                outcome = build_failure(exchange, error)
             else:
                 if not (exchange.is_dropped and isinstance(error, CallerGone | ClientDisconnect)):
                     log_raised(exchange, error)
@@ -271,5 +271,5 @@ def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
 def _cancel(key: bytes, work: asyncio.Task[Any]) -> None:
     """Cancel the task of a request, and the handle calls that its threads wait for."""
     if not work.done():
-        departures.leave(key)
+        disconnect_propagation.leave(key)
         work.cancel()

@@ -17,8 +17,8 @@ from serve_replica_host.replica.io.request import Answered, Failed, ReplicaReque
 from serve_replica_host.replica.io.response_stream import ResponseStream
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
 from serve_replica_host.replica.user.code import UserCode
-from serve_replica_host.replica.user.contexts import answer_begun
-from serve_replica_host.replica.user.executor import failed_by, is_passed_on
+from serve_replica_host.replica.user.contexts import on_response_started
+from serve_replica_host.replica.user.executor import build_failure, is_reported_to_caller
 
 LENGTH_BYTES: Final = 4
 _CHARSET: Final = "utf-8"  # required by the writer, which gets only bytes here
@@ -55,27 +55,27 @@ async def send_items(
 
 
 async def _items(generator: AsyncGenerator[Any, None], encode: Encode) -> AsyncGenerator[bytes, None]:
-    has_begun = False
+    has_started = False
     try:
         async for item in generator:
             data = encode(item)
             yield len(data).to_bytes(LENGTH_BYTES, "big") + data
-            if not has_begun:
-                has_begun = True
-                answer_begun()  # what the generator calls from here on has no deadline
+            if not has_started:
+                has_started = True
+                on_response_started()  # what the generator calls from here on has no deadline
     finally:
         await generator.aclose()
 
 
 def _plain_items(generator: Generator[Any, None, None], encode: Encode) -> Iterator[bytes]:
-    has_begun = False
+    has_started = False
     try:
         for item in generator:
             data = encode(item)
             yield len(data).to_bytes(LENGTH_BYTES, "big") + data
-            if not has_begun:
-                has_begun = True
-                answer_begun()
+            if not has_started:
+                has_started = True
+                on_response_started()
     finally:
         generator.close()
 
@@ -97,7 +97,7 @@ class AnswerUnfit(TypeError):
     """The value returned by the user's code cannot be sent to the handle; the message has the reason."""
 
 
-async def answer_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> ToBus:
+async def handle_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> ToBus:
     """Call the user's code for a request of kind PYTHON; returns the outcome that ends the exchange.
 
     Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.
@@ -173,8 +173,8 @@ def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> F
     body = msgspec.msgpack.encode(Raised(pickled, traceback_text))
     if exchange.trace is not None:
         exchange.trace.code_raised(error, line)
-    if isinstance(error, ServeError) and is_passed_on(error):
-        return failed_by(exchange, error, body)
+    if isinstance(error, ServeError) and is_reported_to_caller(error):
+        return build_failure(exchange, error, body)
     _log.error(
         "user_code_raised",
         request_id=exchange.head.request_id,

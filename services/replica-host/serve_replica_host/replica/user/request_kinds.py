@@ -32,7 +32,7 @@ from serve_replica_host.replica.io.response_stream import (
     PlainStream,
     ResponseStream,
     WholeResponse,
-    to_answer,
+    to_response,
 )
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
 from serve_replica_host.replica.user.asgi import (
@@ -43,7 +43,7 @@ from serve_replica_host.replica.user.asgi import (
     websocket_scope,
 )
 from serve_replica_host.replica.user.code import Lifespan, UserCode
-from serve_replica_host.replica.user.contexts import answer_begun
+from serve_replica_host.replica.user.contexts import on_response_started
 
 _log = structlog.get_logger(__name__)
 
@@ -81,15 +81,15 @@ class RequestKinds:
                 result = await code.run_plain(method.function, *arguments)
             else:
                 result = method.function(*arguments)
-            answer = to_answer(result)
+            answer = to_response(result)
             if type(answer) is WholeResponse:
                 return Answered(exchange, answer.status, answer.headers, answer.body)
             return await self._stream(exchange, answer, request)
         if kind is RequestKind.PYTHON:
             # Here, because it needs cloudpickle, which a replica without handles need not load.
-            from serve_replica_host.replica.user.python_calls import answer_call  # noqa: PLC0415
+            from serve_replica_host.replica.user.python_calls import handle_call  # noqa: PLC0415
 
-            return await answer_call(code, exchange, self._to_bus)
+            return await handle_call(code, exchange, self._to_bus)
         if kind is RequestKind.CALL:
             return await self._call(exchange)
         return await self._run_websocket(exchange)
@@ -100,14 +100,14 @@ class RequestKinds:
         if type(answer) is PlainStream:
             stream = ResponseStream(exchange, self._to_bus)
             stream.open(200, TEXT, soon=False)
-            answer_begun()
+            on_response_started()
             await self._code.run_plain(stream.run_plain, answer.iterator, "utf-8")
             stream.end()
             return stream.outcome()
         if _streams_plainly(answer):
             stream = ResponseStream(exchange, self._to_bus)
             stream.open(answer.status_code, answer.raw_headers)
-            answer_begun()
+            on_response_started()
             await stream.run(answer.body_iterator, answer.charset)
             stream.end()
             if exchange.reader is not None:
@@ -132,7 +132,7 @@ class RequestKinds:
             if _is_caller_gone(exchange, error):
                 return Ended(exchange)
             log_raised(exchange, error)
-            if not sender.has_begun:
+            if not sender.has_started:
                 return Answered(exchange, *_SERVER_ERROR)
             if not sender.is_whole:
                 line = error_line(error)
@@ -160,7 +160,7 @@ class RequestKinds:
     async def _call(self, exchange: ReplicaRequest) -> ToBus:
         call = exchange.head.call
         name = "" if call is None else call.method_name
-        answer = to_answer(await self._code.call(_argument(exchange), method_name=name))
+        answer = to_response(await self._code.call(_argument(exchange), method_name=name))
         if isinstance(answer, WholeResponse):
             return Answered(exchange, answer.status, answer.headers, answer.body)
         raise NotAnAnswer("a plain call cannot be answered by a stream")

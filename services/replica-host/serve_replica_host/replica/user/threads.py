@@ -56,8 +56,8 @@ class PlainThreads:
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` in a thread with the context of the caller. Raises what it raises.
 
-        A thread cannot be cancelled: after a cancellation this still waits for the function, which `departures` end
-        soon if it waits for a call by handle. Raises RuntimeError after `close`.
+        A thread cannot be cancelled: after a cancellation this still waits for the function, which ends soon if it
+        waits for a call by handle (`disconnect_propagation`). Raises RuntimeError after `close`.
         """
         if self._is_closed:
             raise RuntimeError("the replica has stopped")
