@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 
@@ -51,3 +52,17 @@ def test_no_public_class_has_the_name_of_another(files: list[SourceFile]) -> Non
 def test_no_file_is_longer_than_a_chapter(files: list[SourceFile]) -> None:
     long = {file.module: file.lines for file in files if file.lines > LINES_MAX}
     assert long == {}
+
+
+def test_no_docstring_leaves_out_its_subject_or_speaks_of_people(files: list[SourceFile]) -> None:
+    banned = re.compile(r"(Of|See) |.*\b(whoever|somebody)\b", re.DOTALL)
+    found = [
+        f"{file.module}:{node.lineno}: {node.value.value.strip()[:60]}"
+        for file in files
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        and banned.match(node.value.value.lstrip())
+    ]
+    assert found == []

@@ -63,7 +63,7 @@ def _labels(series: str, start: int) -> dict[str, str]:
 
 
 _SPACING: Final = 16.0
-"""Of two scrapes closer together than their age divided by this, one is dropped."""
+"""One of two scrapes that are closer together than their age divided by this is dropped."""
 _ROUNDING: Final = 0.999
 """Part of its value to which a counter may fall by rounding; one that fell further was reset."""
 
