@@ -1,4 +1,13 @@
-"""Web applications in replicas: FastAPI, Starlette or any other ASGI application as the HTTP interface of a class."""
+"""Web applications in replicas: FastAPI, Starlette or any other ASGI application as the HTTP interface of a class.
+
+Why routes are rebuilt: a web framework reads a function's signature when the route is declared, in the middle of the
+class, and takes ``self`` for a parameter of the request. That can only be corrected once the class is complete.
+
+Why the instance is in the ASGI scope: an application is one object of the user's module, but its routes are methods of
+whichever instance was constructed. The scope reaches routes, dependencies, middlewares and mounted applications alike.
+
+FastAPI is imported only for an application that uses it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +23,7 @@ from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 INSTANCE: Final = "muster.instance"
+"""Key of the ASGI scope: the instance that a request is for."""
 
 
 @final

@@ -1,4 +1,13 @@
-"""Metrics of users' own code, with the names and arguments of Ray Serve's: `Counter`, `Gauge`, `Histogram`."""
+"""Metrics of users' own code, with the names and arguments of Ray Serve's: `Counter`, `Gauge`, `Histogram`.
+
+They are exported on the metrics page of the replica's host; outside of replicas they are counted in memory only.
+
+Why definitions are checked so strictly: a name that Prometheus does not accept, or that means two things, makes the
+whole page of a host useless, and with it every metric that the autoscaler depends on.
+
+A metric that is defined again is the same one: a class that creates its metrics in its constructor is constructed in
+each replica, and in tests many times in one process.
+"""
 
 from __future__ import annotations
 

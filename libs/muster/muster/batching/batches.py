@@ -34,7 +34,11 @@ from serve_common.telemetry.tracer import process_tracer
 
 
 def start_batch_span(function_name: str, contexts: Sequence[RequestContext | None]) -> Span | None:
-    """Start a span for the batch of these requests and enter it in the running task; None when none is traced."""
+    """Start a span for the batch of these requests and enter it in the running task; None when none is traced.
+
+    Its parent is the first of the requests that is traced. The others are links: a span has one parent, and a batch
+    works for many requests.
+    """
     tracer = process_tracer()
     if tracer is None:
         return None
@@ -76,7 +80,11 @@ _log = structlog.get_logger(__name__)
 
 @final
 class RunningBatch:
-    """Calls that are processed together."""
+    """Calls that are processed together.
+
+    A batch ends in exactly one place (the ``finally`` of `_run`), whatever the user's function does, and every call in
+    it is settled there. A batch can be slow; it cannot be stuck.
+    """
 
     __slots__ = (
         "_arguments",
@@ -261,7 +269,14 @@ _SECONDS: Final = measures.distribution(BATCH_SECONDS, _FUNCTIONS_MAX)
 
 @final
 class Batcher:
-    """Queues calls and runs batches. Methods run on the event loop it was created on, except `rules_changed`."""
+    """Queues calls and runs batches. Methods run on the event loop it was created on, except `rules_changed`.
+
+    Why it has no task that loops: calls, timers and ended batches each trigger one check of the queue. When no call
+    waits, there is no task and no timer.
+
+    Every check runs in a context that belongs to no request (`base_context`), so that nothing of one caller is visible
+    to the others.
+    """
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments, rules: BatchRules) -> None:
         self.loop = asyncio.get_running_loop()

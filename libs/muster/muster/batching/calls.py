@@ -20,7 +20,10 @@ Bound = tuple[Any, ...] | dict[str, Any]
 
 @final
 class Arguments:
-    """Binds and merges the arguments of one batch function's calls."""
+    """Binds and merges the arguments of one batch function's calls.
+
+    A call is bound when it is made: one with wrong arguments must fail its own caller and no other.
+    """
 
     __slots__ = ("_bind", "_first", "_function_name", "_parameters", "_takes_one", "has_instance")
 
@@ -100,7 +103,11 @@ class Running(Protocol):
 
 
 class BatchedCall(WaitingCall):
-    """A waiting call with its arguments, request context and batch."""
+    """A waiting call with its arguments, request context and batch.
+
+    Why two kinds, `SingleCall` and `StreamedCall`: a caller with one result needs only a future; a stream needs a
+    bounded buffer of steps between a batch that runs ahead and a caller that may be slow.
+    """
 
     __slots__ = ("arguments", "context", "instance", "running")
 
@@ -253,6 +260,9 @@ def to_raisable(error: BaseException) -> BaseException:
         stand_in.__cause__ = error
         return stand_in
     return error
+
+
+# Why their own types: a caller can distinguish a function that broke the rules of batching from one that failed.
 
 
 class WrongBatchResult(RuntimeError):

@@ -41,7 +41,8 @@ _WORDS: Final = {
 def read_application(file: str, directory: Path) -> tuple[DeployApplication, list[str]]:
     """Read ``file`` (``-``: standard input); returns the command, with directories as hosts see them, and notes.
 
-    Raises `BadField` with the file and the path in it.
+    Everything is checked before anything is sent. Raises `BadField` with the file and the path in it: the file is
+    written by hand, and ``deployments[1].backend_config.num_replicas`` is the place to correct.
     """
     if file == "-":
         named, base, text = "standard input", directory, sys.stdin.read()

@@ -363,6 +363,8 @@ def change_command(
 ) -> Callable[[Callable[..., ChangeRequest]], Callable[..., None]]:
     """Turn a function from ``(session, *, arguments)`` to `ChangeRequest` into a command.
 
+    The function only says what the change is; sending, waiting, report and dry run are the same for all.
+
     ``options`` are added to its own parameters; those set on the command line are passed as the keyword argument
     ``overrides``, by name.
     """

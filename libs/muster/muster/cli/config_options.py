@@ -1,4 +1,8 @@
-"""Options for the fields of a backend's, a replica's and an endpoint's configuration."""
+"""Options for the fields of a backend's, a replica's and an endpoint's configuration.
+
+Why tables: a field is an option of `muster deploy`, `muster backend create` and `muster backend update` alike, and a
+test ensures that none is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -281,7 +285,7 @@ _ENDPOINT_FIELDS: Final = (
         "MS",
     ),
 )
-"""Options for the fields of `EndpointOptions`: name, type, help text, metavar."""
+"""Options for the fields of `EndpointOptions`: name, type, help text, metavar. They never touch a replica."""
 
 
 def _endpoint_text(name: str, text: str) -> str:

@@ -284,6 +284,8 @@ ANY_ARGUMENTS = {
 }
 
 
+# Why there is a command beside --dry-run: users who want to know what a command would do search for a command before an
+# option.
 def plan(context: typer.Context) -> None:
     """Show what a changing command would do, and change nothing.
 

@@ -1,4 +1,8 @@
-"""`muster logs`: live log lines of all processes of a stack, user code included."""
+"""`muster logs`: live log lines of all processes of a stack, user code included.
+
+Why over NATS: it is one place to subscribe to, wherever the processes run. Lines that are forwarded may have gaps (each
+process reports its own); the complete log is what the processes write where they run.
+"""
 
 from __future__ import annotations
 

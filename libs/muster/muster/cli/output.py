@@ -1,4 +1,9 @@
-"""Output of commands: text and tables for people, lines for logs, JSON for programs."""
+"""Output of commands: text and tables for people, lines for logs, JSON for programs.
+
+Results go to standard output and everything else to standard error, so that output can be piped. Texts that come from
+users (tracebacks, names) reach rich as `Text`, never as markup, and no control sequence in them reaches a terminal:
+whatever is printed passes `plain`, or is JSON in which control characters are escaped.
+"""
 
 from __future__ import annotations
 

@@ -114,6 +114,9 @@ def build_command(
     """Build a command with the name, help and keyword parameters of ``about``, followed by the shared ones.
 
     Parameters of ``about`` without an ``Annotated`` option or argument are hidden from typer; ``run`` supplies them.
+
+    Why commands are composed: ``--json``, ``--dry-run`` or ``--nats`` must be the same everywhere, and no command may
+    lack one of them.
     """
     own = [
         each

@@ -65,6 +65,11 @@ class StackChoice(msgspec.Struct, frozen=True):
 def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Path) -> StackAddress:
     """Resolve the address of a stack from options, environment, and the stacks in ``directory`` and its parents.
 
+    In this order: the address that is given (``--nats`` or MUSTER_NATS_URL); the embedded stack that runs from
+    ``.muster`` in ``directory`` or a parent; the stack of compose whose ``secrets`` directory is in ``directory`` or a
+    parent. Credentials that are not given are those stored with the stack that the address belongs to, and are never
+    used with another machine.
+
     Raises `BusUnavailable` when none is given and none is found, `BadField` for invalid values, and `SecretUnusable`
     for a password file of a found stack that cannot be read.
     """
@@ -171,7 +176,7 @@ def _readable(path: str | None, field: str) -> str | None:
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the program; 0 is success."""
+    """Exit codes of the program; 0 is success. Scripts depend on them, so all commands use this one table."""
 
     OK = 0
     FAILED = 1
@@ -262,7 +267,10 @@ class Session:
 
     @contextmanager
     def reporting(self, *, as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
-        """Print an error raised within the block in a few lines, and exit with its exit code."""
+        """Print an error raised within the block in a few lines, and exit with its exit code.
+
+        This is the one place where errors become lines and exit codes.
+        """
         try:
             yield
         except ServeError as error:

@@ -45,7 +45,11 @@ class TopRow(msgspec.Struct, frozen=True, kw_only=True):
 def top_rows(
     before: LoadView, after: LoadView, status: StatusView, autoscaling: Sequence[AutoscalingView]
 ) -> list[TopRow]:
-    """One row for each endpoint, backend with load, and deployment, sorted by name."""
+    """One row for each endpoint, backend with load, and deployment, sorted by name.
+
+    Rates are computed from counters and not from gauges: the difference of two counters is exact, however long the
+    interval.
+    """
     seconds = after.at - before.at
     earlier = {load.endpoint_tag: load for load in before.endpoints}
     now = {load.endpoint_tag: load for load in after.endpoints}

@@ -147,7 +147,10 @@ _POLL_S: Final = 0.25
 
 
 class ExampleDeployment:
-    """Deploys examples/digits of this checkout unless it is already deployed."""
+    """Deploys examples/digits of this checkout unless it is already deployed.
+
+    With it, the first minute with Muster ends with the response of a real model.
+    """
 
     name: Final = "digits"
 
@@ -241,7 +244,11 @@ _SAME_SIGNAL_S: Final = 0.5
 
 
 class UpRun:
-    """Runs a stack until a signal. Used once, from the main thread's event loop."""
+    """Runs a stack until a signal. Used once, from the main thread's event loop.
+
+    The first signal cancels `run` wherever it is, also during the start, and the stack is stopped in order; a second
+    one kills it.
+    """
 
     def __init__(self, session: Session, stack: EmbeddedPort, report: UpReport) -> None:
         """``stack`` is not started yet."""

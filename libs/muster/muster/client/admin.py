@@ -89,7 +89,10 @@ RESTORE_ATTEMPT_S: Final = 30.0
 
 
 class AdminCommands(AdminRequests):
-    """The commands. Part of `AdminClient`."""
+    """The commands. Part of `AdminClient`.
+
+    A reply means that the change is recorded, not that it is done; `AdminClient.wait_for_goal` waits for that.
+    """
 
     async def change(self, request: Change) -> ChangeReply:
         """Send any command that is answered with one goal."""
@@ -218,7 +221,10 @@ BACKUP_TRIES: Final = 3
 
 
 class AdminQueries(AdminRequests):
-    """The queries. Part of `AdminClient`."""
+    """The queries. Part of `AdminClient`.
+
+    Lists are returned whole, fetched page by page, unless the query asks for one page with its ``limit``.
+    """
 
     async def get_deployment_info(self, request: GetDeploymentInfo | str) -> DeploymentView:
         """Get one deployment, given as a query or a name. Raises `NotFound`."""
@@ -350,7 +356,10 @@ class AdminQueries(AdminRequests):
 
 
 class AdminClient(AdminCommands, AdminQueries):
-    """Client of one stack's admin API. Raises the controller's errors, as classes of `serve_common.errors`."""
+    """Client of one stack's admin API. Raises the controller's errors, as classes of `serve_common.errors`.
+
+    A call survives the death of the controller that it was sent to (`AdminRequester`).
+    """
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from serve_common.telemetry.spans import headers_from_environment
 
 
 class Caller:
-    """Calls endpoints through the proxies' gateway."""
+    """Calls endpoints through the proxies' gateway, by plain request and reply, as any NATS client can."""
 
     def __init__(
         self,
@@ -69,7 +69,10 @@ class Caller:
 
 
 def default_principal() -> str:
-    """``user@host`` in characters that a NATS header can carry, at most `WHO_LENGTH_MAX` of them."""
+    """``user@host`` in characters that a NATS header can carry, at most `WHO_LENGTH_MAX` of them.
+
+    In the audit log it is a claim, not a proof.
+    """
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

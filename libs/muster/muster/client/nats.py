@@ -1,6 +1,6 @@
 """The client's connection to a stack over nats-py: requests that fail at once, and feeds that reconnect.
 
-Why requests do not use `serve_common.nats.client`: a service reconnects forever; a command must report the failure.
+Why requests do not use `connect_nats`: a service reconnects forever and logs it; a command must report the failure.
 """
 
 from __future__ import annotations
@@ -92,7 +92,12 @@ _INBOX_PREFIX: Final = inbox_prefix(Role.ADMIN)
 
 
 class NatsRequests:
-    """Implements `muster.client.requests.Requests`."""
+    """Implements `muster.client.requests.Requests`.
+
+    A lost connection ends the requests under way, so that `AdminRequester` sends them again over a new one. A subject
+    that NATS forbids is an error at once and not a timeout: nats-py reports it only to the error callback, and the
+    request would go on waiting.
+    """
 
     def __init__(self, address: StackAddress) -> None:
         """Connects at the first request, and again whenever the connection was lost."""

@@ -35,7 +35,7 @@ class AdminReply(msgspec.Struct, frozen=True):
 
 
 class Requests(Protocol):
-    """Request and reply over NATS."""
+    """Request and reply over NATS; an interface, so that retries and errors are tested without NATS."""
 
     @property
     def where(self) -> str:
@@ -144,7 +144,12 @@ def ignore(_what: object) -> None:
 
 
 class AdminRequester:
-    """Sends requests to the leading controller. Raises its errors, as classes of `serve_common.errors`."""
+    """Sends requests to the leading controller. Raises its errors, as classes of `serve_common.errors`.
+
+    Why it retries: a controller that dies is restarted or replaced within seconds, and every verb is idempotent
+    (commands that are not so by themselves carry a request id that is made once), so a caller need not know that it
+    happened. Permanent errors are raised at once.
+    """
 
     def __init__(
         self,
@@ -248,7 +253,11 @@ class FeedMessage(msgspec.Struct, frozen=True):
 
 
 class Feed(Protocol):
-    """Messages of some subjects, in the order of arrival."""
+    """Messages of some subjects, such as log lines and events, in the order of arrival.
+
+    Why not a part of `Requests`: a feed must go on over a restart of NATS, while a lost request must be reported as
+    lost.
+    """
 
     async def hear(self, within_s: float | None = None) -> FeedMessage | None:
         """Wait for the next message; None after ``within_s`` seconds. None for ``within_s`` waits forever."""

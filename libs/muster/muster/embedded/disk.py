@@ -1,4 +1,9 @@
-"""Watches whether the disk of a stack is full: notifies the user, and repairs NATS' storage afterwards."""
+"""Watches whether the disk of a stack is full: notifies the user, and repairs NATS' storage afterwards.
+
+Why a repair: once a write to a stream has failed for lack of space, nats-server refuses every later write to it, even
+when there is space again. Switching its storage off and on by two reloads opens the streams again, and no connection is
+interrupted.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from serve_common.errors import PermanentError
 
 
 class StackFailed(PermanentError):
-    """The stack on this machine cannot run."""
+    """The stack on this machine cannot run; the message says what the user can do about it."""
 
     error_code = "stack_failed"
 
@@ -40,7 +40,11 @@ CHECKOUT: Final = Path(__file__).resolve().parents[4]
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the embedded stack. Port 0 means any free one."""
+    """Options of the embedded stack. Port 0 means any free one.
+
+    They are few because the embedded stack is that of compose in small: everything else is configured by the services'
+    own environment variables, which are passed on to them.
+    """
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000

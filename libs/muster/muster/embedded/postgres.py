@@ -1,4 +1,8 @@
-"""The embedded Postgres: a real server, from a wheel's binaries, that runs as an unprivileged user."""
+"""The embedded Postgres: a real server, from a wheel's binaries, that runs as an unprivileged user.
+
+Why only the wheel's binaries: its own code shares servers between programs and stops them by reference counts in files;
+here the supervisor owns the process, and the data directory survives restarts.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,9 @@ class Way(enum.Enum):
 
 def find_way(program: Path, directory: Path) -> Way:
     """Find a way to execute ``program`` here so that it can write ``directory``, whose owner is changed accordingly.
+
+    The ways (demote.py) are tried: which one is allowed depends on the container, the kernel and its security modules,
+    and cannot be determined otherwise.
 
     Raises `StackFailed` when there is none.
     """

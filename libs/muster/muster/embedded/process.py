@@ -1,4 +1,8 @@
-"""One process of the stack: how it is started, probed for readiness, and stopped."""
+"""One process of the stack: how it is started, probed for readiness, and stopped.
+
+Why values without behaviour: the stack describes processes, the supervisor runs them, the command line prints them;
+none needs to know the others.
+"""
 
 from __future__ import annotations
 
@@ -119,6 +123,7 @@ async def http_text(port: int, path: str) -> str:
     return text
 
 
+# No HTTP library: it is a few lines of protocol, with a server on this machine.
 async def _get(port: int, path: str) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -1,4 +1,11 @@
-"""``run.json``, the record of a running stack; and finding and killing leftover processes of a stack."""
+"""``run.json``, the record of a running stack; and finding and killing leftover processes of a stack.
+
+Why a lock beside the record: only the lock proves that a stack runs (the kernel drops it with the process), and only
+the record says where. The record stays after a stop, so that the next start listens on the same ports.
+
+Why processes are found by a mark in their environment: names and pids are reused and rewritten; a variable with the
+stack's random id is inherited by every descendant and by no other process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The embedded nats-server and the three services as processes, configured by the same variables as in compose."""
+"""The embedded nats-server and the three services as processes, configured by the same variables as in compose.
+
+Why nothing else, and nats.conf is the very file of compose: what works here then works there, and vice versa.
+"""
 
 from __future__ import annotations
 

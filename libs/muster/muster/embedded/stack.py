@@ -58,7 +58,11 @@ class ChosenPorts(msgspec.Struct, frozen=True):
 
 
 def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> ChosenPorts:
-    """Choose ports for one run of the stack, all different.
+    """Choose ports for one run of the stack, all different: the requested or earlier ones, as far as they are free.
+
+    They are chosen before any process starts, so that a taken port is reported by its number and not in some process'
+    log. From then on the sockets in ``holders`` reserve them: otherwise the system would give them to
+    connections without a port of their own, of which a starting stack opens hundreds, as may other programs.
 
     Raises `PortTaken` when another program listens on the HTTP port.
     """
@@ -144,7 +148,11 @@ Substitute = Callable[[ProcessSpec], ProcessSpec]
 
 
 class EmbeddedStack:
-    """A stack that runs from `start` to `stop`. ``async with`` ensures that no process is left, however it ends."""
+    """A stack that runs from `start` to `stop`. ``async with`` ensures that no process is left, however it ends.
+
+    Why a class and not a script: the command line reports on it, tests run it with other processes, and both stop it
+    completely.
+    """
 
     def __init__(
         self,

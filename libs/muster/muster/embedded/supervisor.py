@@ -1,4 +1,10 @@
-"""Keeps the processes of a stack alive, with bounded log files, and ends all of them together."""
+"""Keeps the processes of a stack alive, with bounded log files, and ends all of them together.
+
+Why asyncio's subprocesses do not suffice: a stack must recover from ``kill -9`` of any of its processes, and leave
+nothing behind after its own end, however it ends. Each process therefore has a guardian
+(`serve_common.runtime.guardian`); the supervisor restarts guardians when they end, and kills what a killed guardian
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +111,7 @@ OnFirstStart = Callable[[BaseException | None], None]
 
 
 class SupervisedProcess:
-    """One process under supervision."""
+    """One process under supervision. It knows the life of this one; `Supervisor` knows the order of all."""
 
     def __init__(
         self,

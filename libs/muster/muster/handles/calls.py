@@ -37,7 +37,10 @@ _NOTHING: Final = memoryview(b"")
 
 @final
 class ItemReader:
-    """Splits pieces into items, each prefixed by its length (4 bytes, big endian)."""
+    """Splits pieces into items, each prefixed by its length (4 bytes, big endian).
+
+    Without I/O: NATS may cut a response anywhere, so a test cuts it at every place.
+    """
 
     __slots__ = ("_at", "_needed_bytes", "_parts", "_parts_bytes", "_view")
 
@@ -107,6 +110,8 @@ class ItemStream:
     """Items of one response.
 
     `put`, `end`, `wait_capacity` and `notify_capacity` are for the router's thread, the rest for the reader's.
+
+    Why two counters of bytes: each thread writes only its own, so neither needs a lock.
     """
 
     def __init__(self, request_capacity: Callable[[], None]) -> None:
@@ -187,7 +192,8 @@ def begin_call(
 ) -> tuple[RequestTrace | None, str]:
     """Start the trace of a new call, if it is sampled, and return it with the traceparent to send in either case.
 
-    A call outside of any trace starts a new one.
+    A call outside of any trace starts a new one. Why `Tracer.entered` comes before the request's context: the code's
+    own OpenTelemetry spans, if it makes any, are nearer to the call than the request's span.
     """
     known = "" if context is None else context.traceparent
     if known and not may_be_sampled(known) and tracer.sampler.respects_parent:
@@ -254,7 +260,10 @@ class CallOutcome(msgspec.Struct, frozen=True):
 
 @final
 class HandleCall:
-    """A call from its creation to its outcome."""
+    """A call from its creation to its outcome.
+
+    Why no lock: only the router's thread writes the outcome, once, and all other threads only read it.
+    """
 
     __slots__ = (
         "__weakref__",

@@ -197,7 +197,11 @@ _UNSET: Any = _Unset()
 
 @final
 class DeploymentHandle:
-    """Calls one deployment: ``handle.remote(…)`` calls ``__call__``, ``handle.method.remote(…)`` another method."""
+    """Calls one deployment: ``handle.remote(…)`` calls ``__call__``, ``handle.method.remote(…)`` another method.
+
+    Why it has names and options only: handles are pickled into replicas, kept over redeployments, and created by the
+    thousand.
+    """
 
     def __init__(self, deployment_name: str, app_name: str, options: HandleOptions = _DEFAULTS) -> None:
         """Use `get_deployment_handle` or `get_app_handle`. An empty ``deployment_name`` means the application's

@@ -31,6 +31,7 @@ class ArgumentsTooLarge(LimitReached):
     is_of_call = True
 
 
+# The names of Ray Serve.
 BackPressureError = NoReplicaAvailable
 RequestCancelledError = RequestCancelled
 

@@ -1,4 +1,8 @@
-"""The one router of a process, shared by all its handles, and how it finds NATS."""
+"""The one router of a process, shared by all its handles, and how it finds NATS.
+
+Why it starts with the first call: importing, creating and pickling handles must cost nothing in a process that makes no
+call.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +61,9 @@ def find_bus_outside_replica(
     Credentials are the file MUSTER_CLIENT_CREDS, or those stored with the stack. For a NATS with plain users the user
     is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or that of the same user in the URL. Raises
     `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
+
+    Why a role of its own, `Role.CLIENT`: a program that can send pickles to replicas runs code there, which tools with
+    the admin's credentials need not.
     """
     # Only here: a replica needs none of it.
     from muster.cli.session import StackChoice, find_stack  # noqa: PLC0415 - as above

@@ -31,6 +31,10 @@ async def close_model(model_id: str, holder: list[Any]) -> None:
 
     An ``aclose()`` or an async ``__del__`` is awaited; a plain ``__del__`` is called by Python itself, once, in a
     thread. What they raise is logged: no caller waits for it.
+
+    Why it is not enough to drop the reference: the memory must be free before the next model is loaded. A model may
+    have connections or processes to end, its ``__del__`` may take long and must not block the event loop, and one that
+    is part of a reference cycle stays until the garbage collector runs.
     """
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -103,7 +107,17 @@ class _Model:
 
 @final
 class Models:
-    """The models of one instance. All methods run on the event loop that it was created on."""
+    """The models of one instance. All methods run on the event loop that it was created on.
+
+    A model is in use until the tasks that got it have ended, and is not closed before. So a model that is needed keeps
+    its place, and a load that needs a place waits for an idle model. Two rules prevent a deadlock: a task that itself
+    waits for a model does not keep others in use, and after `PLACE_WAIT_S` the least recently used model is evicted
+    although it is in use. It is closed when its users are done; until then there is one model more in memory than
+    allowed.
+
+    A load goes on when its callers are gone: otherwise a model that takes longer to load than callers wait would never
+    be loaded.
+    """
 
     def __init__(self, name: str, places: int) -> None:
         self.loop = asyncio.get_running_loop()
