@@ -54,7 +54,10 @@ class AutoscalingQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How ``num_replicas`` follows the load; all times in seconds."""
+    """How ``num_replicas`` follows the load; all times in seconds.
+
+    Why the names of Ray Serve's ``AutoscalingConfig``: users know them already. Additions say so.
+    """
 
     min_replicas: int = 1
     """Lower limit. With 0 an idle backend is scaled to zero; the first request that waits wakes it."""

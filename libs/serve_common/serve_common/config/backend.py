@@ -187,7 +187,8 @@ Merged = TypeVar("Merged", BackendConfig, EndpointOptions, HttpOptions)
 def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
     """Return ``config`` with the fields of ``partial`` replaced; types are checked, values are not.
 
-    Groups of fields such as ``circuit_breaker`` are merged too: their fields that are not given stay.
+    Groups of fields such as ``circuit_breaker`` are merged too: their fields that are not given stay. Why by names: a
+    command, a file and a command line each give only the fields to change.
 
     Raises `BadField` with the path of a field that is unknown or of a wrong type.
     """

@@ -13,7 +13,10 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an endpoint routes its requests and sets their deadlines."""
+    """How an endpoint routes its requests and sets their deadlines.
+
+    Why not options of a backend: several backends may serve one endpoint, and one backend several endpoints.
+    """
 
     shard_key_header: str = "X-Serve-Shard-Key"
     """Request header whose value pins requests to one backend and replica; empty disables it."""
@@ -46,7 +49,10 @@ BODY_BYTES_MAX = 64 * 1024 * 1024 * 1024
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """HTTP options that proxies apply to every request."""
+    """HTTP options that proxies apply to every request.
+
+    Why not settings of the proxies: these are changed while the proxies run, and on all of them at once.
+    """
 
     request_timeout_s: float = 60.0
     """Seconds from a request's arrival to the start of its response."""

@@ -30,7 +30,12 @@ def check_may_call(may_call: Sequence[str], field: str) -> None:
 
 
 def allows(may_call: Sequence[str] | None, own_tag: str, called_tag: str) -> bool:
-    """Whether a replica of deployment ``own_tag`` may call ``called_tag``; None allows only its own application."""
+    """Whether a replica of deployment ``own_tag`` may call ``called_tag``; None allows only its own application.
+
+    Why ``may_call`` is configuration: NATS enforces it, through the permissions in each replica's token, and those must
+    not be the choice of the replica's own code. Handles check too, before they send, so that a call that NATS would
+    drop fails with a reason.
+    """
     app = called_tag.partition("/")[0]
     if may_call is None:
         return app == own_tag.partition("/")[0]

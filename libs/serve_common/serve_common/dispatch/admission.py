@@ -39,7 +39,11 @@ class ShadowOutcome(Enum):
 
 
 class RequestStats:
-    """Counts of one endpoint's requests so far."""
+    """Counts of one endpoint's requests so far: plain numbers, read when metrics are scraped.
+
+    Why not a metrics library's counters: they take a lock per label set and request. Why one per endpoint: it is
+    dropped with its endpoint, so what was once deployed does not stay in the metrics for ever.
+    """
 
     __slots__ = ("bucket_counts", "counts", "seconds_sum", "shadows")
 
@@ -83,7 +87,7 @@ class NullRequestStats(RequestStats):
 
 @final
 class Endpoint:
-    """One endpoint, prepared for the checks of every request."""
+    """One endpoint, prepared once per snapshot for the checks of every request."""
 
     __slots__ = (
         "allow",
@@ -159,7 +163,12 @@ PROBE_SILENT_S: Final = 0.1
 
 @final
 class FailureDetector:
-    """Suspected replicas: those whose subject had no subscriber at the last publish."""
+    """Suspected replicas: those whose subject had no subscriber at the last publish.
+
+    Why the first "no responders" confirms nothing: a replica that is reconnecting to the bus gives the same answer for
+    a moment, and declaring it dead fails everything in flight there. So the silence must last, and longer right after
+    this process itself was disconnected, because then the replicas probably were too.
+    """
 
     __slots__ = ("_not_before", "_probed_at", "_since")
 
@@ -213,5 +222,9 @@ def can_repeat(method: str, *, has_idempotency_key: bool) -> bool:
 
 
 def may_send_again(*, is_repeatable: bool, has_response_started: bool, losses: int) -> bool:
-    """Whether a request whose replica died or lost it may be retried; ``losses`` includes this loss."""
+    """Whether a request whose replica died or lost it may be retried; ``losses`` includes this loss.
+
+    Why so strict: a model call can have effects. A request that was refused or never arrived may go elsewhere; one that
+    may have started, only if HTTP (idempotent methods) or the client (`Idempotency-Key`) allows running it twice.
+    """
     return is_repeatable and not has_response_started and losses < LOSSES_MAX

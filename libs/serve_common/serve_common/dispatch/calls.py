@@ -34,7 +34,11 @@ UNREAD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
 
 @final
 class ResponseBody:
-    """The body of a response that comes in pieces; it has one reader."""
+    """The body of a response that comes in pieces; it has one reader.
+
+    Why credit is given as pieces are read, not as they arrive: a slow reader then slows down the replica, and nothing
+    piles up here.
+    """
 
     __slots__ = (
         "_failure",
@@ -223,7 +227,11 @@ class Attempt:
 
 @final
 class Call:
-    """A request from its admission to the end of its response."""
+    """A request from its admission to the end of its response.
+
+    Why one object: the callbacks of the bus, the timers and the waiting handler all share it, and it is dropped as a
+    whole.
+    """
 
     __slots__ = (
         "_on_no_responders",
@@ -309,7 +317,11 @@ class Call:
 
 
 class CallRegistry(Protocol):
-    """Owns the active calls; the dispatcher."""
+    """Owns the active calls; the dispatcher.
+
+    Why a protocol: snapshot updates, losses and reconnects each end and resend calls for reasons of their own; how a
+    call is sent, and how its slot is released, stays in one place.
+    """
 
     @property
     def calls(self) -> Mapping[RequestKey, Call]:

@@ -109,6 +109,9 @@ def send_wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused:
     """Send a wake message if it is due: the backend is at zero replicas, and requests wait or were ``refused``.
 
     Shadow copies do not count. While NATS is disconnected nothing is sent; it is then still due.
+
+    Why both when a request starts to wait and by the timers: the first must not have to wait for a timer or a scrape,
+    and the message must be repeated while requests wait, for one may be lost, or a new controller may have taken over.
     """
     waiting = router.queue_depth or refused
     if (

@@ -145,6 +145,9 @@ _decoder: Final = msgspec.msgpack.Decoder(list[str])
 class ModelHolders:
     """Updates the routers with the models that their replicas have loaded.
 
+    Why from the replicas, and not from where requests were sent: a replica evicts models by itself, other routers make
+    it load some, and a router that has just started must not have everything loaded once more.
+
     Only replicas that a router knows are stored, so snapshots bound the memory here; a message that comes too early is
     repeated.
     """

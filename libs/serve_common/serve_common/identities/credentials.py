@@ -1,4 +1,11 @@
-"""Credentials of processes for NATS: keys, JWTs, and the files that hold them."""
+"""Credentials of processes for NATS: keys, JWTs, and the files that hold them.
+
+There are three kinds beside plain users. A *credentials file*, in the format of NATS' own tools, has one user's token
+and seed. A *signing key* mints short-lived users of one role, so that its holder has a name of its own and can name
+others. A *user* is what a signing key has minted, for a replica that has nothing else. No secret appears in a ``repr``.
+
+Why pure: the time of a claim and the random bytes of a key are inputs, so that equal inputs give equal tokens.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +127,11 @@ class KeyKind(enum.Enum):
 
 @final
 class NatsKey:
-    """One key pair. Its seed appears only where `seed` is read."""
+    """One Ed25519 key pair. Its seed appears only where `seed` is read.
+
+    NATS writes keys in base32, with first letters that say what they are for. Why not the library nkeys: it is little
+    more than these lines, and depends on a second cryptographic library.
+    """
 
     __slots__ = ("_private", "_raw", "kind", "public")
 

@@ -1,4 +1,13 @@
-"""Follows the bucket of snapshots without a JetStream consumer; and a router's connection for it."""
+"""Follows the bucket of snapshots without a JetStream consumer; and a router's connection for it.
+
+Why no consumer, as nats-py's own watch has: JetStream delivers to any subject that the creator of a consumer names,
+regardless of permissions, so only the controller may create one. The bucket's stream republishes every change instead
+(``republish``), and a watch starts by reading everything with batched direct gets (ADR-31), page by page.
+
+A change is reported only if it directly follows everything reported before. Any gap (a message was lost; the stream
+was lost, restored or purged) is found at the next change or the next check of the stream's state, and then everything
+is read again.
+"""
 
 from __future__ import annotations
 
@@ -405,7 +414,10 @@ class BucketConnection:
         self._is_closing = False
 
     async def open(self) -> Client:
-        """Connect, however long that takes, and start watching. Raises `BusAuthorizationFailed`."""
+        """Connect, however long that takes, and start watching. Raises `BusAuthorizationFailed`.
+
+        Why without a deadline: a router may start before NATS, and must then serve as soon as it can, unaided.
+        """
         while self.client is None:
             try:
                 self.client = await connect_nats(

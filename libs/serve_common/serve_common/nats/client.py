@@ -1,4 +1,7 @@
-"""nats-py with what a service needs: visible reconnects, a reliable ping, and log forwarding."""
+"""nats-py with what a service needs: visible reconnects, a reliable ping, and log forwarding.
+
+Used for the control plane; the data plane has `serve_common.nats.connection`.
+"""
 
 from __future__ import annotations
 
@@ -162,6 +165,8 @@ async def _connect_once(
     tls: ssl.SSLContext | None,
     events: _ConnectionEvents,
 ) -> None:
+    # By default the library gives up for good after 60 attempts, waits 2 s between them, and detects a dead peer only
+    # after minutes.
     await client.connect(
         servers=settings.servers,
         **login_arguments(login, settings.user, settings.password),
@@ -222,7 +227,11 @@ async def _end_tasks(client: Client, subscriptions: Sequence[Subscription]) -> N
 
 
 async def ping_nats(client: Client, within_s: float) -> None:
-    """Return once NATS has answered. Raises `BusUnavailable` when it has not ``within_s`` seconds later."""
+    """Return once NATS has answered. Raises `BusUnavailable` when it has not ``within_s`` seconds later.
+
+    Why not the library's ``flush``: on a timeout it cancels its own future, and an answer that comes later then ends
+    the connection's reader without any error; once that reader has ended, ``flush`` reports success.
+    """
     answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout(within_s):

@@ -42,6 +42,9 @@ class BusConnection:
     `on_connected` and `on_disconnected` hold functions to be called at each (re)connect, after
     subscriptions were sent, and at each loss. They run in the read path, as callbacks do; `close` calls
     neither.
+
+    Why nothing is buffered while disconnected: a message that leaves seconds late does harm, because its caller has
+    given up or tried another replica. So `publish` fails at once, and the caller decides.
     """
 
     def __init__(self, options: BusOptions, rng: random.Random) -> None:
@@ -386,7 +389,12 @@ def generate_tokens(count: int = _TOKEN_BATCH) -> list[bytes]:
 
 @final
 class Inbox:
-    """Hands out reply subjects `<inbox prefix>.<inbox id>.<token>` and brings replies to their callbacks."""
+    """Hands out reply subjects `<inbox prefix>.<inbox id>.<token>` and brings replies to their callbacks.
+
+    Why one subscription for all: one per request would cost the server and this process a round trip and a table entry
+    each. Why tokens cannot be guessed: the receiver of one request knows the prefix, and must not be able to answer,
+    cancel or probe a request that was sent to another replica.
+    """
 
     def __init__(self, connection: BusConnection, inbox_id: str, *, open_max: int = 65536) -> None:
         """Subscribe. `inbox_id` is a token that no other process uses; `open_max` limits the tokens in use.

@@ -179,7 +179,20 @@ class BufferingLinkOwner:
 
 @final
 class Handover:
-    """One move; used on the loop of both links."""
+    """One move to a link that has logged in again, while messages flow both ways; used on the loop of both links.
+
+    Why not just reconnect: a replica's token lasts an hour, a stream or WebSocket may last longer, and what they lose
+    by a disconnect cannot be sent again.
+
+    The order matters. `join`: the new link subscribes too, and once the server has confirmed that, messages arrive on
+    both. `part`: publishes wait, the old link unsubscribes, and the answer to its ping proves that the server has
+    handled everything published on it and that all its messages are here. Only then is the new link read and written:
+    `deliver` passes on what the old link did not bring. `finish`: the server delivers a message to its subscribers one
+    after the other, so the new link may lag behind, and its messages are deduplicated a moment longer.
+
+    Two messages of equal content to one subject count as duplicates; a sender whose second one must not be lost numbers
+    them.
+    """
 
     def __init__(
         self,

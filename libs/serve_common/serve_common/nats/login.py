@@ -1,4 +1,8 @@
-"""How a process authenticates to NATS at each connect, and whether it has an identity of its own."""
+"""How a process authenticates to NATS at each connect, and whether it has an identity of its own.
+
+Why again at each connect: credentials expire, and files are replaced while a process runs. The clock, random bytes and
+files are read here; `identities.credentials` is pure.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,10 @@ _has_identity = False
 
 
 def declare_identity(settings: BusSettings) -> None:
-    """At the start of a service, once: warn of a plain user, and record it for `has_identity`."""
+    """At the start of a service, once: warn of a plain user, and record it for `has_identity`.
+
+    Why a warning: with plain users everything works, but much of what isolates models from each other is missing.
+    """
     global _has_identity  # noqa: PLW0603 - one for the process, as its metrics are
     _has_identity = not settings.is_plain
     if settings.is_plain:

@@ -1,4 +1,8 @@
-"""Options and errors of a connection to NATS."""
+"""Options and errors of a connection to NATS.
+
+Why errors beside `serve_common.errors`: a caller must distinguish that a message was not sent (try elsewhere or later),
+that it can never be sent (the caller's mistake), and that the peer does not speak NATS (drop the connection).
+"""
 
 from __future__ import annotations
 

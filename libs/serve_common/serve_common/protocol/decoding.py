@@ -1,4 +1,9 @@
-"""Limits of the parts of a message, and the errors that decoding raises."""
+"""Limits of the parts of a message, and the errors that decoding raises.
+
+Why limits at decoding: a client that may publish on a subject may publish anything there, and a number that no process
+means (an amount of 1e308, a count of a hundred digits) must be refused before anything is computed from it. The limits
+are far above what a healthy process sends.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +31,8 @@ Text = Annotated[str, Meta(max_length=64 * 1024)]
 
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for a message that is not as it should be.
+
+Input may be invalid UTF-8, or nested deeper than the decoder goes, and neither error is a `msgspec.DecodeError`.
+Catching only some of these would let a sender end a task that should log the message and go on.
+"""

@@ -1,4 +1,8 @@
-"""Messages between controller, hosts and proxies: goals of hosts, reports of both, notices, wake-ups."""
+"""Messages between controller, hosts and proxies: goals of hosts, reports of both, notices, wake-ups.
+
+Why whole values: the controller sends a host *all* that it should run, with a generation, and the host reports *all*
+that it runs. A lost or duplicated message then costs time and never correctness.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +117,11 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One proxy's state, sent about every second and at once on change."""
+    """One proxy's state, sent about every second and at once on change.
+
+    Why the controller needs it: a goal that changes routing succeeds only when every live proxy has applied the
+    snapshot.
+    """
 
     proxy_id: Annotated[ProxyId, Meta(max_length=256)]
     sequence: Count
@@ -145,10 +153,14 @@ class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AGAIN_S: Final = 1.0
+"""Seconds after which a `Wake` is repeated while requests wait: a lost one costs no more than that."""
 
 
 class Wake(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that requests wait for a backend without replicas."""
+    """Reports that requests wait for a backend without replicas.
+
+    Why a message of its own: the load from scrapes is seconds old, and the first request should not wait for it.
+    """
 
     backend_tag: Label
     waiting: Count

@@ -16,7 +16,11 @@ needed, the second for how many requests."""
 
 @final
 class WakeSignal:
-    """The last wake message, and when it was sent."""
+    """The last wake message, and when it was sent.
+
+    Why not one per request: a burst of a thousand should cost a message or two, and a lost message no more than the
+    time until the next one.
+    """
 
     __slots__ = ("_sent_at", "_sent_waiting")
 
@@ -44,7 +48,10 @@ _SAMPLES: Final = 10
 
 @final
 class RecentCounts:
-    """Samples of two running totals within the last ``window_s`` seconds."""
+    """Samples of two running totals within the last ``window_s`` seconds.
+
+    Why samples and not single events: the path of a request then only increments a counter, and needs no clock.
+    """
 
     __slots__ = ("_next_at", "_samples", "_seen", "_step_s", "_window_s")
 
@@ -85,7 +92,14 @@ TRIAL_RETRY_S: Final = 1.0
 
 @final
 class Circuit:
-    """A circuit breaker. Closed: all requests pass. Open: none, for a time. Then one is the trial, which decides."""
+    """A circuit breaker. Closed: all requests pass. Open: none, for a time. Then one is the trial, which decides.
+
+    Why it counts only replicas that died or are silent: where a model answers 500, or works on a request until its
+    deadline, that model or that request is at fault, and a client that sends twenty of those must not shut out the
+    others. Hystrix and Envoy's outlier detection count every timeout, because they cannot tell a slow server from one
+    that is gone; here the replica's process itself confirms that it still works on a request, whatever the user's code
+    does.
+    """
 
     __slots__ = (
         "_config",
@@ -208,7 +222,10 @@ ALWAYS: Final = 10
 
 @final
 class RetryBudget:
-    """Limits the retries of one router to a share of its requests within `WINDOW_S`."""
+    """Limits the retries of one router to a share of its requests within `WINDOW_S`.
+
+    Why: when replicas die under their load, retries add to the load that kills them.
+    """
 
     __slots__ = ("_recent", "percent", "refused", "spent")
 

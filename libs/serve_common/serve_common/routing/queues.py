@@ -12,7 +12,10 @@ Clock = Callable[[], float]
 
 @final
 class QueuedSeconds:
-    """Integral of the queue's length over time; exact in any order of arrivals and disconnect_propagation.
+    """Integral of the queue's length over time; exact in any order of arrivals and departures.
+
+    Why an integral and not a gauge of the length: its rate over any window is the mean number that waited in that
+    window, however rarely it is read, so an autoscaler also sees bursts between two scrapes.
 
     May be read from any thread: its state is one tuple, replaced as a whole.
     """
@@ -42,7 +45,11 @@ _GARBAGE_MAX = 64
 
 @final
 class RequestQueue:
-    """Orders requests by deadline, then by arrival."""
+    """Orders requests by deadline, then by arrival.
+
+    Why a heap with lazy deletion: most requests leave by getting a slot; the few that leave from the middle (cancelled,
+    expired) must not cost a search.
+    """
 
     __slots__ = ("_heap", "_places")
 
@@ -102,6 +109,12 @@ class TieredQueue:
     """Suspects first where allowed, for they were sent once before; then ordinary requests; then shadow copies.
 
     Within each tier by deadline, then by arrival.
+
+    Why not one queue with another order: shadow copies must count neither towards `depth` nor towards the limit, or a
+    copy could keep a real request out; and a suspect, which not every slot is for, must not hold up the others.
+
+    Why it measures the waiting time: every arrival and departure passes here, and requests that get a slot at once
+    never do.
     """
 
     __slots__ = ("_counts_spare", "_now", "_ordinary", "_seconds", "_spare", "_suspect")

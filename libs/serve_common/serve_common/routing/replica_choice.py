@@ -27,7 +27,11 @@ def stable_hash(text: str) -> int:
 
 
 def score(key_hash: int, member_hash: int) -> int:
-    """The 64-bit rank of a member for a key (rendezvous hashing); the highest is chosen."""
+    """The 64-bit rank of a member for a key (rendezvous hashing); the highest is chosen.
+
+    Why rendezvous hashing: a new member takes only the keys that it is first for; when one leaves, only its keys move,
+    each to the next member in its own order. Nothing is stored, so every process pins alike, also after a restart.
+    """
     mixed = (key_hash ^ member_hash) * _MIX_1 & _MASK
     mixed = (mixed ^ mixed >> 29) * _MIX_2 & _MASK
     return mixed ^ mixed >> 32
@@ -64,7 +68,11 @@ class Block(Enum):
 
 @final
 class ReplicaSlots:
-    """State of one replica; only the router changes it."""
+    """State of one replica; only the router changes it.
+
+    Why a set of requests and not a counter: a slot is then released exactly once, whichever of response, cancel,
+    timeout and death comes first; the later ones find nothing to release.
+    """
 
     __slots__ = (
         "block",
@@ -202,7 +210,10 @@ L = TypeVar("L", bound=Load)
 
 
 class ReplicaPolicy(Protocol):
-    """Chooses one of many. State of earlier choices is private to the policy."""
+    """Chooses one of many. State of earlier choices is private to the policy.
+
+    Why a protocol: the router's bookkeeping is the same for all policies, and none of them may change it.
+    """
 
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:
         """One of ``replicas``, which is not empty."""
@@ -286,7 +297,10 @@ def build_policy(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
 
 
 class Affinity(msgspec.Struct, frozen=True, gc=False):
-    """Preferences of one request: code version, then key, then model. Never a filter."""
+    """Preferences of one request: code version, then key, then model. Never a filter.
+
+    It orders the replicas with a free slot and excludes none, so no request waits while a replica could take it.
+    """
 
     code_version: int | None = None
     """Prefer replicas of this version, while one of them has a free slot."""

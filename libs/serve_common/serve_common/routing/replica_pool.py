@@ -16,7 +16,11 @@ TIMES_MAX: Final = 10
 
 @final
 class Outliers:
-    """The ejected replicas of one router."""
+    """The ejected replicas of one router.
+
+    Why never more than a share of all: when all fail, the requests or the model are at fault, and the remaining
+    replicas would only be overloaded.
+    """
 
     __slots__ = ("_allowed", "_config", "ejected", "ejections")
 

@@ -25,7 +25,10 @@ from serve_common.routing.replica_choice import stable_hash, weighted_score
 
 @final
 class RouteTable:
-    """Endpoints by route. Immutable; a change of an endpoint creates a new table."""
+    """Endpoints by route. Immutable; a change of an endpoint creates a new table.
+
+    Why a dict and not a list of prefixes: a lookup then costs by the depth of the path, not by the number of routes.
+    """
 
     __slots__ = ("_by_route", "_route_length_max")
 
@@ -77,7 +80,11 @@ class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class SnapshotTable:
-    """The accepted content of the bucket."""
+    """The accepted content of the bucket.
+
+    Why older snapshots are refused: the bucket is a cache that can be lost and refilled, and a watch can report the
+    same value again; a late value must never bring back what was removed.
+    """
 
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
@@ -230,7 +237,7 @@ def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
 
 @final
 class TrafficSplit:
-    """The weights of one endpoint, prepared for choices."""
+    """The weights of one endpoint, summed once per change and not once per request."""
 
     __slots__ = ("_bounds", "_hashes", "_weighted", "backend_tags", "sole")
 

@@ -1,4 +1,9 @@
-"""Health of this process: its event loop runs, and how late; and the bus responds."""
+"""Health of this process: its event loop runs, and how late; and the bus responds.
+
+Why `/healthz` checks only these two: it answers whether a restart would help. While NATS is unreachable it would not,
+for the connection comes back by itself; it would for a connection that counts as up and receives nothing, and for a
+loop that is stuck.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,10 @@ EVERY_S: Final = 0.25
 
 @final
 class LoopLag:
-    """Records the lag of the loop on which `run` runs."""
+    """Records the lag of the loop on which `run` runs: the one number that shows a blocked loop and too little CPU.
+
+    Why a histogram and not the maximum since the last scrape: two scrapers would take it from each other.
+    """
 
     def __init__(self) -> None:
         self.observations: Final = Observations(LOOP_LAG.buckets)

@@ -49,7 +49,8 @@ def metrics_url(settings: OperationsSettings, port: int, local_host: str | None)
     """The URL of the page; empty while the address is not known.
 
     Its host is the configured one, else the bound address, else ``local_host``: the local address of a connection to
-    NATS, which the controller can reach too. ``port`` is the bound one.
+    NATS, which the controller can reach too. ``port`` is the bound one. Why not a name: the containers of a scaled
+    service share one, and each must be scraped by itself.
     """
     host, advertised_port = split_advertised(settings.advertise)
     if not host:
@@ -121,7 +122,12 @@ class OperationsPages(Protocol):
 
 @final
 class OperationsSite:
-    """Serves the three paths, on a thread of its own, until closed."""
+    """Serves the three paths, on a thread of its own, until closed.
+
+    Why apart from any traffic: scrapes and probes must be answered also while the service drains or its queue is full.
+    Why a thread: also when the service's loop is stuck, scrapes must go on, and a probe must be answered with "the loop
+    has not turned for 30 s"; a missing answer gives no reason.
+    """
 
     def __init__(self, settings: OperationsSettings, pages: OperationsPages) -> None:
         """``pages`` are served on the port's own thread after `start`."""
@@ -373,7 +379,10 @@ def _lag_family(observations: Observations) -> Metric:
 
 
 def register_trace_metrics(registry: CollectorRegistry, tracing: OpenTracing | None) -> None:
-    """Export metrics of spans by ``registry``; does nothing when tracing is off."""
+    """Export metrics of spans by ``registry``; does nothing when tracing is off.
+
+    Why: a trace that lacks spans looks like one whose work was never done, and nothing in it shows the difference.
+    """
     if tracing is not None:
         registry.register(_SpansCollector(tracing.counts))
 

@@ -27,7 +27,12 @@ class Cancellable(Protocol):
 
 @final
 class DisconnectPropagation:
-    """Operations of this process' requests, by `RequestContext.key`; callable from any thread."""
+    """Operations of this process' requests, by `RequestContext.key`; callable from any thread.
+
+    Why in addition to cancelling tasks: a thread cannot be cancelled, but the operation it waits for can, and then it
+    ends by itself. Which code started the thread does not matter: Muster, a framework, or the user's with a copy of its
+    context.
+    """
 
     def __init__(self) -> None:
         # Reentrant: garbage collection with the lock held may end an operation.
@@ -103,6 +108,7 @@ class CurrentReplica(msgspec.Struct, kw_only=True):
     call."""
 
 
+# A plain module variable: a replica is a process, and this is set once, before the user's code is imported.
 _current: CurrentReplica | None = None
 
 
@@ -141,4 +147,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 request_context: Final[ContextVar[RequestContext | None]] = ContextVar("muster_request", default=None)
-"""None outside of requests."""
+"""None outside of requests.
+
+The replica sets it, and handles, batches, models and logs read it, without either side knowing the other. Threads that
+run plain functions get a copy.
+"""

@@ -67,7 +67,12 @@ class TokenBucket:
 
 @final
 class LogForwarder:
-    """Lines in, from any thread; lines out to ``write`` and to an outlet."""
+    """Lines in, from any thread; lines out to ``write`` and to an outlet.
+
+    Why a thread: code that logs waits neither for a file, nor for the bus, nor for their readers. It starts with the
+    first line, and sleeps while there are none. Why everything is bounded: a loop that prints fills any queue, so what
+    is too much is dropped and counted, and the count becomes a line itself.
+    """
 
     def __init__(
         self,
@@ -237,7 +242,11 @@ def pieces(lines: Sequence[bytes]) -> list[tuple[bytes, int]]:
 def recalled(
     payload: bytes, kind: str, recent: Sequence[bytes], subjects: Subjects
 ) -> Iterator[tuple[str, bytes]]:
-    """Subjects and payloads to publish in response to a `RecallLogs`. Raises `BadField` when it is malformed."""
+    """Subjects and payloads to publish in response to a `RecallLogs`. Raises `BadField` when it is malformed.
+
+    Without it `muster logs` would start with nothing. Why published and not replied: a process that runs user code must
+    not be able to write to the inboxes of users' tools.
+    """
     try:
         request = msgspec.json.decode(payload, type=RecallLogs)
     except UNREADABLE as error:

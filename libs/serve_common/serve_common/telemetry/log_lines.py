@@ -37,7 +37,10 @@ def cut(text: str, length_max: int = TEXT_LENGTH_MAX) -> str:
 
 
 def encode_line(fields: Mapping[str, Any]) -> bytes:
-    """``fields`` as a line; values that JSON cannot represent are encoded as their ``str``."""
+    """``fields`` as a line; values that JSON cannot represent are encoded as their ``str``.
+
+    Why it never fails: a log call must not raise in the code that logs, least of all in a user's.
+    """
     try:
         line = msgspec.json.encode(fields, enc_hook=_to_text)
     except Exception:  # noqa: BLE001 - a value's own methods ran, or text was no text
@@ -131,7 +134,12 @@ dropped_lines: Final = DroppedLines()
 
 @final
 class StandardError:
-    """Writes whole lines from any thread; blocks the calling thread while the stream is not read."""
+    """Writes whole lines from any thread; blocks the calling thread while the stream is not read.
+
+    Why not Python's own stream: it raises in the code that logs, and it keeps what a full disk did not take and starts
+    the next line with that. Here a line that was cut off is ended first, and dropped lines are counted and reported by
+    a line as soon as there is space. A failing log never ends a process.
+    """
 
     def __init__(self, ids: Mapping[str, str], clock: Clock, descriptor: int = 2) -> None:
         """``ids`` are fields of the lines that report dropped ones."""
@@ -193,7 +201,10 @@ class StandardError:
 
 @final
 class RateLimitedLogger:
-    """Calls `write` at most once per `interval_s` (by the `now_s` that it is given) for one kind of event."""
+    """Calls `write` at most once per `interval_s` (by the `now_s` that it is given) for one kind of event.
+
+    Why: a refused permission or a failing callback can recur tens of thousands of times a second.
+    """
 
     __slots__ = ("_interval_s", "_last_s", "_left_out", "_write")
 
@@ -222,7 +233,10 @@ _ERROR_LENGTH_MAX: Final = 500
 
 @final
 class RefusedMessages:
-    """Counts refused messages by kind, and logs one per second of each."""
+    """Counts refused messages by kind, and logs one per second of each; refusing one affects no other.
+
+    Why counted too: a sender of unreadable messages repeats them every second, and the log must not fill with them.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         """``now`` gives monotonic seconds."""

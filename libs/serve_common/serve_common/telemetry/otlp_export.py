@@ -285,7 +285,10 @@ class OtlpTracing:
 
 @final
 class Counts:
-    """`SpanCounts`; changed under a lock, for spans come from several threads."""
+    """`SpanCounts`; changed under a lock, for spans come from several threads.
+
+    Why a limit and counts of our own: the SDK drops what exceeds its queue with a warning for each, and counts nothing.
+    """
 
     def __init__(self, waiting_max: int) -> None:
         self.exported = 0
@@ -324,7 +327,7 @@ class Counts:
 
 @final
 class _QueuedSpan(ReadableSpan):
-    """A span in the SDK's queue, converted at export."""
+    """A span in the SDK's queue; converted at export, in the SDK's thread, so that no request waits for that."""
 
     def __init__(self, span: Span) -> None:
         self.span = span

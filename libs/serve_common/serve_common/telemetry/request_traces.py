@@ -13,7 +13,10 @@ from serve_common.telemetry.tracer import Tracer, current_operation, process_tra
 
 
 class RequestObserver(Protocol):
-    """Observes one request; `RequestTrace` is one."""
+    """Observes one request; `RequestTrace` is one.
+
+    Why a protocol: a request may be traced, logged, or both, and dispatch need not know which.
+    """
 
     def waits(self, why: str) -> None:
         """The request waits from now on: in the router's queue (``replica``), or for NATS to reconnect (``bus``)."""
@@ -37,7 +40,10 @@ CHILDREN_MAX: Final = 64
 
 
 class RequestTrace:
-    """Traces one request; a `RequestObserver`. Used by one thread at a time."""
+    """Traces one request: its own span, its waits, and every attempt. Used by one thread at a time.
+
+    Why one object: only a sampled request has one, and dispatch reports each event to it with a single call.
+    """
 
     __slots__ = ("_attempt", "_attempts", "_children", "_error", "_tracer", "_wait", "span")
 
@@ -128,7 +134,11 @@ _CLIENT_GONE: Final = 499
 
 
 def request_attributes(method: str, path: str, scheme: str, request_id: str) -> dict[str, Value]:
-    """Attributes of the server's span that are known from the start."""
+    """Attributes of the server's span that are known from the start.
+
+    Source: https://opentelemetry.io/docs/specs/semconv/http/http-spans/ (stable since 1.23). Queries, headers and
+    bodies are left out: they may contain secrets.
+    """
     attributes: dict[str, Value] = {
         "http.request.method": method if method in _METHODS else _OTHER,
         "url.path": cut(path),
@@ -188,6 +198,9 @@ def operation(
     """A span around the block: a child of the current operation, or of the span in ``traceparent``, or of ``after``
     (an operation of this process that caused this one), or the root of a new trace. None where nothing is traced.
     Its start lies ``seconds_ago``. An exception ends it as failed.
+
+    Why a context manager over the process' tracer: the code that does the work needs to know nothing about tracing, and
+    while it is off a ``with`` costs one check for None.
     """
     tracer = process_tracer()
     span = None

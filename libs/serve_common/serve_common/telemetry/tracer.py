@@ -19,7 +19,11 @@ current_operation: Final[ContextVar[Span | None]] = ContextVar("muster_operation
 
 
 def current_trace_id() -> str:
-    """32 hexadecimal digits, sampled or not; empty outside of traces."""
+    """32 hexadecimal digits, sampled or not; empty outside of traces.
+
+    Why two sources: a request's trace is part of its context, which replicas set anyway; the controller's work is no
+    request.
+    """
     context = request_context.get()
     if context is not None:
         return context.trace_id
@@ -32,7 +36,10 @@ _RANGE: Final = 1 << 64
 
 
 class Sampler(msgspec.Struct, frozen=True):
-    """Sampling settings."""
+    """Sampling settings. The decision is made where a trace starts; the samplers with a parent follow it elsewhere.
+
+    Source: OpenTelemetry's specification of the environment variable OTEL_TRACES_SAMPLER, and of TraceIdRatioBased.
+    """
 
     ratio: float = 1.0
     """Share of the traces that start here, from 0 to 1."""
@@ -74,7 +81,10 @@ _NS: Final = 1_000_000_000
 
 @final
 class Tracer:
-    """Creates the spans of one process; callable from any thread."""
+    """Creates the spans of one process; callable from any thread.
+
+    Why the clock and random bits are parameters: traces can be tested to the nanosecond, and nothing here does I/O.
+    """
 
     def __init__(
         self,
@@ -180,6 +190,8 @@ class Tracer:
         self._emit(span)
 
 
+# A module variable: a process exports its spans in one way, as it does its logs. While tracing is off, finding None is
+# all that it costs.
 _tracer: Tracer | None = None
 
 
@@ -211,7 +223,11 @@ class TracingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_tracing_settings(variables: Mapping[str, str]) -> TracingSettings | None:
-    """Read the settings; None without an endpoint, or when tracing is disabled. An empty variable counts as unset."""
+    """Read the settings; None without an endpoint, or when tracing is disabled. An empty variable counts as unset.
+
+    Source: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. Variables that only the
+    exporter reads (headers, timeouts, certificates, batch sizes) are left to it.
+    """
     otel_vars = {
         name: value for name, value in variables.items() if name.startswith(PREFIX) and value.strip()
     }

@@ -13,7 +13,11 @@ class LabelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     meaning: str
     bound: str
-    """What limits the number of its values."""
+    """What limits the number of its values.
+
+    Why it is stated: each further value is a further series in every Prometheus for weeks, and a label without a bound
+    is how a monitored system brings its monitoring down.
+    """
 
 
 LABELS: Final = {
@@ -117,7 +121,11 @@ class Exporter(Enum):
 
 
 class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric."""
+    """One metric.
+
+    Why a plain value: exporters produce metrics in two ways (a library's objects, and families built at each scrape),
+    and neither can list its metrics before something was counted.
+    """
 
     name: str
     """Name in PromQL; of a histogram without ``_bucket``, ``_sum`` and ``_count``."""
