@@ -1,4 +1,14 @@
-"""Converts between the checkpoint's objects and their rows, including rows of older formats."""
+"""Converts between the checkpoint's objects and their rows, including rows of older formats.
+
+The core does not know how its objects are stored, nor the store what they mean. The format has a version, so that later
+code reads what this code wrote, and this code refuses what later code wrote instead of dropping what it does not know.
+Every change of the shape of a stored type needs a new `SCHEMA_VERSION` and a file of examples in
+``tests/data/checkpoints``; rows of older versions stay readable.
+
+The first format (V1) is history and never changes again. In it every backend was a deployment, a goal named one backend
+tag, and what a replica takes from its host was looked up in its backend's version. Some of today's objects follow from
+several of its rows, so all rows are read first and completed together.
+"""
 
 from __future__ import annotations
 

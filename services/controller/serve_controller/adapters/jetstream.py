@@ -63,7 +63,11 @@ class OnBucket(Protocol):
 
 
 class SnapshotBucket:
-    """Implements `serve_controller.ports.Publisher`, and watches the bucket."""
+    """Implements `serve_controller.ports.Publisher`, and watches the bucket.
+
+    The leader watches it because the bucket may be lost or restored on its own, and only what is known to be in it is
+    known to reach the routers.
+    """
 
     def __init__(self, client: Client, subjects: Subjects, on_bucket: OnBucket) -> None:
         """``on_bucket`` is called between `watch` and `stop_watching`."""
@@ -198,7 +202,12 @@ def stream_config(subjects: Subjects) -> StreamConfig:
 
 
 class EventStream:
-    """Publishes the events of one term."""
+    """Publishes the events of one term.
+
+    It uses plain publishes without acknowledgements, because events are for people. Current subscribers receive them,
+    the stream on the same subjects retains them, and a bus that is slow or unavailable costs events and never delays a
+    decision.
+    """
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self.dropped = 0

@@ -90,7 +90,11 @@ _BATCH: Final = 500
 
 @final
 class LoadScrape:
-    """A `LoadSource` by scraping, and the load view for `muster top`."""
+    """A `LoadSource` by scraping, and the load view for `muster top`.
+
+    It scrapes periodically, because a mean over a window needs scrapes from before the first `read`, but only while it
+    is in use: a system with a Prometheus should not be scraped twice.
+    """
 
     def __init__(self, clock: Callable[[], float], *, period_s: float = PERIOD_S) -> None:
         """``clock`` returns monotonic seconds. Nothing is scraped before the first `read`."""
@@ -259,7 +263,11 @@ class _MissingLoad(NamedTuple):
 
 @final
 class LoadSources:
-    """A `LoadSource`: Prometheus, with scraping as the fallback."""
+    """A `LoadSource`: Prometheus, with scraping as the fallback.
+
+    The choice is made for each backend: a proxy that Prometheus does not scrape affects all, a host only the backends
+    on it.
+    """
 
     def __init__(self, prometheus: OpenSource | None, scrape: OpenSource) -> None:
         """``prometheus`` None: everything is scraped, and users' queries have no value."""

@@ -37,6 +37,9 @@ def parse_page(
     """Parse the samples of these names; other lines are skipped. Raises ValueError for a value that is no number.
 
     ``known`` has the labels of series parsed before: parsing labels takes most of the time.
+
+    Not prometheus_client's parser: it takes 20 µs per line, and a proxy with thousands of backends has tens of
+    thousands of lines, few of which matter. Format: prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
     """
     for line in text.splitlines():
         brace = line.find("{")
@@ -101,7 +104,11 @@ class Between(NamedTuple):
 
 @final
 class TargetHistory:
-    """The scrapes of one target."""
+    """The scrapes of one target.
+
+    It stores cumulative values: between any two scrapes, the increase of a counter of seconds gives the exact mean
+    number of requests. So old scrapes may be thinned out, and windows of any length can be computed from the rest.
+    """
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -260,7 +267,10 @@ class _Window(NamedTuple):
 
 @final
 class LoadEvaluation:
-    """Load samples at one time; results that backends share are computed once."""
+    """Load samples at one time; results that backends share are computed once.
+
+    Thousands of backends expect the same proxies and need the same windows.
+    """
 
     def __init__(self, targets: Mapping[str, TargetHistory], failures: Sequence[str], now: float) -> None:
         self._failures = failures

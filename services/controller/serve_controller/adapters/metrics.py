@@ -56,7 +56,11 @@ from serve_controller.shell.service import ControllerService
 
 
 class AutoscalingCollector(Collector):
-    """Metrics of every backend that has an ``autoscaling_config``."""
+    """Metrics of every backend that has an ``autoscaling_config``.
+
+    They are read from the leader's state at each scrape: a backend that is no longer autoscaled is gone from the next
+    one, and a standby exports none.
+    """
 
     def __init__(self, current_service: Callable[[], ControllerService | None], clock: Clock) -> None:
         self._current_service = current_service

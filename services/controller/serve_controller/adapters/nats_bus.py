@@ -43,7 +43,13 @@ _CHECK_EVERY_S: Final = 1.0
 
 @final
 class WakeSubscription:
-    """Subscription to wake messages; an overload narrows it for a while."""
+    """Subscription to wake messages; an overload narrows it for a while.
+
+    All replicas and all programs with handles may publish wake messages, and a leader that reads fifty thousand of them
+    a second does nothing else. So beyond a limit it unsubscribes from the common subject, and for a while subscribes
+    only to one subject for each backend that was scaled to zero. A sender that floods one of these delays that backend
+    alone.
+    """
 
     def __init__(
         self,
@@ -180,7 +186,11 @@ class Listener(Protocol):
 
 
 class NatsBus:
-    """Implements `serve_controller.ports.ControllerBus`."""
+    """Implements `serve_controller.ports.ControllerBus`.
+
+    One object for the whole bus: a term starts and ends on all of it at once, and every part must be notified of a
+    reconnect.
+    """
 
     def __init__(
         self,

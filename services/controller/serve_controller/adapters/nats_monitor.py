@@ -116,6 +116,8 @@ def _page(body: bytes) -> Mapping[str, Any]:
 
 
 def _values(page: Mapping[str, Any], fields: tuple[tuple[MetricSpec, str], ...]) -> Values:
+    # Number by number: the fields differ between versions of the server, and one that is missing or invalid must not
+    # hide the others. They are documented in https://docs.nats.io/running-a-nats-service/nats_admin/monitoring.
     found = ((spec, _number(page, path)) for spec, path in fields)
     return {spec: number for spec, number in found if number is not None}
 
@@ -165,7 +167,11 @@ class ServerReading(NamedTuple):
 
 @final
 class NatsMonitorReader:
-    """Polls all servers in `run` while this controller leads."""
+    """Polls all servers in `run` while this controller leads.
+
+    It polls by itself and not at each scrape of the metrics: a slow server must not delay the metrics page or anything
+    else. So the page has the latest readings, and nothing that is too old.
+    """
 
     def __init__(
         self,
@@ -261,7 +267,10 @@ class NatsMonitorReader:
 
 @final
 class NatsServersCollector(Collector):
-    """Metrics of every server that was polled lately."""
+    """Metrics of every server that was polled lately.
+
+    Only the leader exports them: several controllers may run, and each server should occur once.
+    """
 
     def __init__(self, readings: Callable[[], Sequence[ServerReading]]) -> None:
         """``readings`` is called from the operations port's thread."""

@@ -1,4 +1,8 @@
-"""Runs users' policy functions in child processes, one for each app_dir."""
+"""Runs users' policy functions in child processes, one for each app_dir.
+
+A function that never returns can be ended only with its process, and what it imports must meet neither the modules that
+another app imports under the same name nor the controller's secrets.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +188,11 @@ def _is_ours(line: str) -> bool:
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The part of the controller's environment that a policy gets."""
+    """The part of the controller's environment that a policy gets.
+
+    It is small because user code can read its environment and its open files, and the controller's contain every
+    password.
+    """
     inherited = {name: variables[name] for name in _INHERITED if name in variables}
     return {**inherited, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONUNBUFFERED": "1"}
 

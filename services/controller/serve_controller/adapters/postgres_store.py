@@ -1,4 +1,8 @@
-"""The checkpoint in Postgres: `Store` over asyncpg, and the audit log's rows."""
+"""The checkpoint in Postgres: `Store` over asyncpg, and the audit log's rows.
+
+Each object is a row and each change one statement: the cost of a change does not grow with the rest of the state, and
+there is no half-written change. The fence is inside that statement, see ``record`` in ``sql/queries.sql``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,11 @@ HISTORY_PAGE_BYTES_MAX: Final = 700_000
 
 
 class HistoryRow(msgspec.Struct, frozen=True):
-    """One row of the audit log."""
+    """One row of the audit log.
+
+    A request is stored as the caller wrote it, without types: it must stay readable forever, even if later versions of
+    the code would refuse it.
+    """
 
     id: int
     at: float

@@ -1,4 +1,11 @@
-"""Queries a Prometheus server by its HTTP API, within bounds; and the PromQL for reading loads."""
+"""Queries a Prometheus server by its HTTP API, within bounds; and the PromQL for reading loads.
+
+Loads are read from counters of seconds: the rate of the integral of a number of requests is its mean over the window,
+whatever happened between two scrapes, while a sampled gauge shows only moments.
+
+There are two kinds of errors: `PrometheusUnavailable` affects everything that is read from the server, `QueryRefused`
+only the backend whose query it is.
+"""
 
 from __future__ import annotations
 

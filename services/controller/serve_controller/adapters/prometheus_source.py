@@ -1,4 +1,8 @@
-"""Reads loads from Prometheus: a handful of queries for all backends together."""
+"""Reads loads from Prometheus: a handful of queries for all backends together.
+
+The queries of most backends differ only in their tag, so one query by ``backend_tag`` serves all backends with the same
+window. Only users' own queries are sent one by one.
+"""
 
 from __future__ import annotations
 

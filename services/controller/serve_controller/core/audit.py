@@ -1,4 +1,8 @@
-"""The changes of a command, for the audit log: as values and as text."""
+"""The changes of a command, for the audit log: as values and as text.
+
+The texts also serve dry runs: the same change must have the same text everywhere, and large values must not be
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,12 @@ Side: TypeAlias = dict[str, Any] | None
 
 
 def audit_values(before: Checkpoint, changes: ObjectChanges) -> tuple[Side, Side]:
-    """What ``changes`` do to user-visible objects, as (old, new) with the same keys, as far as the limits allow."""
+    """What ``changes`` do to user-visible objects, as (old, new) with the same keys, as far as the limits allow.
+
+    Only some kinds are logged: replicas, goals, counters and snapshots follow from what was decided, and the log is
+    read to find out what was requested. It is bounded because one entry must stay readable while a command may change
+    everything.
+    """
     changed: list[tuple[Key, CheckpointObject | None]] = [(key_of(value), value) for value in changes.puts]
     changed += [(key, None) for key in changes.deletes]
     old, new = _Entry(), _Entry()

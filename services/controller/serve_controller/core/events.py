@@ -1,4 +1,8 @@
-"""Events, derived from recorded changes, and their texts."""
+"""Events, derived from recorded changes, and their texts.
+
+Because they follow from the changes alone, an event says what is durable, a decision need not remember to report
+itself, and the same change always gives the same events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Dry run: what a command would do."""
+"""Dry run: what a command would do.
+
+A forecast compares two checkpoints: the command is decided as if in earnest, so that it is refused for the same
+reasons, and its effects are the difference between what is and what would be wanted.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,10 @@ from serve_controller.core.transitions import ROUTED, WANTED
 
 
 def build_notes(before: Checkpoint, after: Checkpoint, with_replicas: Collection[BackendTag]) -> list[str]:
-    """Notes on all changes other than those of replicas. ``with_replicas``: backends with planned replicas."""
+    """Notes on all changes other than those of replicas. ``with_replicas``: backends with planned replicas.
+
+    Routes, traffic and options change at once and touch no replica, which matters to the operator who plans a change.
+    """
     return [
         *_applications(before, after),
         *_backends(before, after, with_replicas),

@@ -1,4 +1,8 @@
-"""The objects of the checkpoint, and the changes of one transaction."""
+"""The objects of the checkpoint, and the changes of one transaction.
+
+Each object is stored as one row, and a change writes only the rows that it changed: its cost does not grow with the
+rest of the state. Objects are frozen; a change makes new ones.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,10 @@ ENDED_RETAINED_MAX = 1_000
 
 
 def tidy(draft: Draft, observed: ObservedState, now: float) -> None:
-    """Delete old finished goals, ended deployments, tombstones and lost hosts."""
+    """Delete old finished goals, ended deployments, tombstones and lost hosts.
+
+    Without this the state would grow forever. It runs about once a minute; nothing depends on when.
+    """
     _gc_goals(draft, now)
     _gc_deployments(draft)
     _gc_hosts(draft, observed, now)
@@ -162,6 +165,9 @@ def reconcile(
     """Make the next plan. The same arguments always give the same plan.
 
     ``scalings``: numbers of replicas decided by the autoscaler, applied by `core.scaling.apply_scalings`.
+
+    This is the whole of recovery too: after a crash, a failover or a lost bucket the next call gets the same checkpoint
+    and fresh reports, and makes the same plan. There is no second path.
     """
     draft = Draft(checkpoint)
     apply_scalings(draft, scalings)

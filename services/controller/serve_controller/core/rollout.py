@@ -1,4 +1,9 @@
-"""Rolls a backend from what runs to its target, without removing replicas that still serve."""
+"""Rolls a backend from what runs to its target, without removing replicas that still serve.
+
+A stopped replica cannot be brought back, so new replicas come before old ones go: replicas of a former code version, or
+on a drained host, stop only as far as new ones serve in their place. Only where there is no capacity for even one more
+replica does an old one stop first, within the unavailable budget, and only if a new one fits into what it frees.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,12 @@ from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, Tran
 
 
 def get_peer_versions(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
-    """Target code versions of the other backends of the backend's application; empty without an application."""
+    """Target code versions of the other backends of the backend's application; empty without an application.
+
+    They are recorded with each replica (`Replica.companions`) when it is placed, and must not change while it runs:
+    during an update replicas of two versions of every deployment serve side by side, and a request that began with the
+    new ingress should continue with the new model.
+    """
     deployment = checkpoint.deployments.get(tag)
     if deployment is None or deployment.ended_at is not None:
         return {}
@@ -31,7 +41,10 @@ def get_peer_versions(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTa
 
 
 def _share(num_replicas: int, percent: float) -> int:
-    """A percentage of the replicas, rounded up as Kubernetes rounds its surge: at least one unless it is 0 %."""
+    """A percentage of the replicas, rounded up as Kubernetes rounds its surge: at least one unless it is 0 %.
+
+    Budgets are percentages because what a backend can spare, and what its hosts can bear, grow with it.
+    """
     return math.ceil(max(num_replicas, 1) * percent / 100.0)
 
 
@@ -57,7 +70,10 @@ def age_rank(replica: Replica) -> tuple[int, str]:
 
 
 def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
-    """Whether a wanted replica matches the target and is on a host that is not drained; others are to be replaced."""
+    """Whether a wanted replica matches the target and is on a host that is not drained; others are to be replaced.
+
+    Starting, stopping and reconfiguring must all go by this answer, or a plan would undo itself.
+    """
     host = None if replica.host_id is None else draft.hosts.get(replica.host_id)
     if host is not None and host.draining:
         return False
@@ -102,7 +118,11 @@ def _differs_by_number(backend: Backend, replica: Replica) -> bool:
 
 
 def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Reconfigure replicas that run the target's code with an older configuration, as many as the budget allows."""
+    """Reconfigure replicas that run the target's code with an older configuration, as many as the budget allows.
+
+    Only a few at a time: one that raises in ``reconfigure``, or dies of its new configuration, must not take the others
+    along.
+    """
     target = backend.target
     # Also on a drained host: where they cannot be replaced, they may serve for long.
     same_code = [r for r in wanted_replicas(draft, backend) if r.code_version == target.code_version]
@@ -141,7 +161,11 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
 
 
 def start(draft: Draft, backend: Backend, now: float) -> None:
-    """Add as many new replicas as are missing, within the surge budget."""
+    """Add as many new replicas as are missing, within the surge budget.
+
+    They are added whether or not there is capacity: a replica that could not be placed makes an old one give way (see
+    `_free_capacity`).
+    """
     wanted, current, old = backend.num_wanted, current_replicas(draft, backend), old_replicas(draft, backend)
     missing = wanted - len(current)
     if old:

@@ -1,4 +1,8 @@
-"""Snapshots for routers, derived from the checkpoint alone; and moving a route to an application's new ingress."""
+"""Snapshots for routers, derived from the checkpoint alone; and moving a route to an application's new ingress.
+
+They are derived from the checkpoint and not from reports, because what was not recorded may be undone by a crash, and a
+router must never learn of it. A snapshot gets its durable id in the same change that makes it necessary.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,11 @@ def interim_route(
     *,
     is_ingress: bool,
 ) -> str | None:
-    """The route of an application's deployment until the whole application runs."""
+    """The route of an application's deployment until the whole application runs.
+
+    A new ingress does not get the route at once: it may have no replica yet, and a failure must leave what served. The
+    route stays with the former ingress until all of the application runs; then one decision changes both endpoints.
+    """
     if takes_over is None:
         return target_route if is_ingress else None
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))

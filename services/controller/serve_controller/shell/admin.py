@@ -41,7 +41,11 @@ class _StoredFile(msgspec.Struct):
 
 
 class BackupTransfers:
-    """Backups and uploads in progress. They belong to one process: after a change of leader they start over."""
+    """Backups and uploads in progress. They belong to one process: after a change of leader they start over.
+
+    The leader writes and reads backups: only controllers connect to Postgres, and the checkpoint of the leader's term
+    is what was recorded, complete and as of one moment, however much changes meanwhile.
+    """
 
     def __init__(self, files: Backups, clock: Clock) -> None:
         self._files = files
@@ -113,7 +117,10 @@ WAITERS_MAX: Final = 20_000
 
 
 class GoalWaiters:
-    """Callers that wait for goals, by goal."""
+    """Callers that wait for goals, by goal.
+
+    A thousand may wait while other goals come and go, and none should check again before its own goal has changed.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[GoalId, set[asyncio.Future[None]]] = {}
@@ -171,7 +178,10 @@ class GoalViews:
 
 
 class AdminApi:
-    """Serves every admin verb from the current term."""
+    """Serves every admin verb from the current term.
+
+    It does not depend on NATS: what is accepted and how errors read is the same for every transport.
+    """
 
     def __init__(
         self,

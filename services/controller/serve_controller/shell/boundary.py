@@ -1,4 +1,17 @@
-"""The boundary that every effect on the outside crosses; and crash mode, which kills the process there."""
+"""The boundary that every effect on the outside crosses; and crash mode, which kills the process there.
+
+Every effect crosses it, so one place produces the metric and the span, and simulation can crash before ("nothing
+happened") or after ("it happened, the caller never learned") each of them.
+
+Crash mode is part of the product because surviving crashes is the core of what is promised, and only a real process
+that dies as by ``kill -9`` proves it with the real database and the real bus. Only the environment can enable it:
+
+- ``MUSTER_CRASH_AT=after:record_plan:3`` crashes once the third plan was recorded, ``before:publish_snapshot`` instead
+  of the first publication. `EFFECTS` lists the effects.
+- ``MUSTER_CRASH_PROBABILITY=0.02`` crashes with that probability before, and again after, each effect.
+  ``MUSTER_CRASH_SEED`` repeats the random numbers, and with them the point at which every life of the process ends:
+  leave it out under a supervisor.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,11 @@ BUS_RETRY_S: Final = 0.5
 
 
 class ActionExecutor:
-    """Performs actions and records their outcome in the observations."""
+    """Performs actions and records their outcome in the observations.
+
+    Actions are performed once what they stand for is recorded. One that fails is no loss: it is checked again, and the
+    next plan repeats it.
+    """
 
     def __init__(
         self,
@@ -121,7 +125,12 @@ STORE_RETRY_S: Final = 0.5
 
 
 class Term:
-    """State and behavior of a leader during one term."""
+    """State and behavior of a leader during one term.
+
+    Commands and plans share this object because there is one state-changing operation at a time, and both need the same
+    lock around *read the checkpoint, decide, record, take the new checkpoint*. Everything here is dropped when the term
+    ends; the next leader starts from what was recorded.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,11 @@ ANSWER_WITHIN_S: Final = 2.0
 
 @final
 class BusLiveness:
-    """Tracks from round trips whether the bus is available."""
+    """Tracks from round trips whether the bus is available.
+
+    The client's own state is not enough: a NATS server that hangs resets no connection, and the client notices that
+    only after ten seconds or more. A host or proxy that is silent meanwhile is not to blame.
+    """
 
     def __init__(self, now: float) -> None:
         self.is_away = False
@@ -70,7 +74,12 @@ Lead = Callable[[int, Checkpoint], Awaitable[None]]
 
 
 class Leadership:
-    """Leads whenever it holds the lease in the store, until cancelled."""
+    """Leads whenever it holds the lease in the store, until cancelled.
+
+    The database decides because only it can also refuse a stale leader's writes. A controller that cannot renew its
+    lease does not know whether it still leads: it continues to answer queries, and the fence refuses each of its writes
+    if another one has taken over. One that was suspended for as long as its lease must ask the store first (`is_sure`).
+    """
 
     def __init__(self, controller_id: ControllerId, store: Store, lead: Lead) -> None:
         self._controller_id = controller_id

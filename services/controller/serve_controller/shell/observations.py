@@ -111,7 +111,11 @@ def _sender(report: HostReport | ProxyReport) -> tuple[str, str]:
 
 
 class TermObservations:
-    """Soft state of one term."""
+    """Soft state of one term.
+
+    Reports, the bucket's content and due times are changed in place as messages arrive, and none of it is ever
+    recorded.
+    """
 
     def __init__(
         self, now: float, on_refused: Callable[[str, str, Exception], None], claims: Claims = NO_CLAIMS
@@ -371,7 +375,10 @@ PROGRESS_MAX: Final = 50
 
 
 class EventLog:
-    """The events of one term."""
+    """The events of one term.
+
+    Events are for people alone: nothing is decided by them, and any may be lost.
+    """
 
     def __init__(self, sink: EventSink) -> None:
         """``sink`` publishes them."""

@@ -1,4 +1,7 @@
-"""Read-only queries, answered from the state of the term."""
+"""Read-only queries, answered from the state of the term.
+
+A response is no promise: nothing is recorded before it is sent, and no fence guards it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ from serve_controller.core.views.hosts import checked_limit
 
 
 class LeadingTerm(Protocol):
-    """What queries and commands need of a term: `shell.control_loop.Term`."""
+    """What queries and commands need of a term: `shell.control_loop.Term`.
+
+    They need its state and a way to have a command decided, but nothing of how plans are made.
+    """
 
     @property
     def epoch(self) -> int:
@@ -85,6 +91,8 @@ def parse_request(verb: str, payload: bytes) -> Request:
 
     An empty payload means ``{}`` for queries only. A client that may not send commands could have an empty message
     published on its behalf (by JetStream, say), so a command must have a body.
+
+    A `Plan` contains a request, and both are refused with the same messages.
     """
     request_type, _reply_type = VERBS[verb]
     if not payload.strip() and verb in COMMANDS:

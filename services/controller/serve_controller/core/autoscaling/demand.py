@@ -1,4 +1,19 @@
-"""Replicas needed for a load, before limits; and the delays, limits and texts that all decisions share."""
+"""Replicas needed for a load, before limits; and the delays, limits and texts that all decisions share.
+
+There are two numbers, `Demand.more` and `Demand.keep`, because a mean over a window is noisy. Near a multiple of the
+target, a single threshold would be crossed in both directions again and again. So more replicas are wanted as soon as
+the load exceeds the target, and fewer only when the remaining ones would have a little capacity to spare.
+
+- Wanted replicas = seen / target: Ray Serve 2.60, ``autoscaling_policy._core_replica_queue_length_policy``. For an
+  average per replica it is running * seen / target, as in Kubernetes' HorizontalPodAutoscaler (only running replicas
+  are part of an average).
+- Spare capacity = ``SPARE * sqrt(replicas)``. The number of ongoing requests of independent callers has a variance
+  proportional to its mean (Poisson), so its noise grows with the square root. A share of the number (10 % in
+  Kubernetes) would be too little for few replicas, and would keep 10 needless ones of 100.
+
+On call, the texts are read first: all decisions use the same words and units for the load, the replicas needed for it,
+and the delay that is not over.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +214,10 @@ def to_zero_delay_s(config: AutoscalingConfig) -> float:
 
 
 def grown(state: ScalingState, target: int, now: float) -> ScalingState:
-    """``state`` after scaling up to ``target`` replicas."""
+    """``state`` after scaling up to ``target`` replicas.
+
+    An evaluation with a known load, a wake-up and a change of the limits all scale up, and must leave the same state.
+    """
     return msgspec.structs.replace(
         state,
         decided=target,
@@ -247,7 +265,13 @@ def since_fewer_than(fewer: Fewer, num_replicas: int) -> float | None:
 
 
 def largest_wanted(fewer: Fewer, now: float, delay_s: float) -> int | None:
-    """The largest number wanted during the last ``delay_s``; None when the record does not go back so far."""
+    """The largest number wanted during the last ``delay_s``; None when the record does not go back so far.
+
+    One timer per direction would not do. A timer that restarts at every step down lets a falling load keep replicas for
+    one delay per step, and the number wanted at the moment it expires may be a dip. So `Fewer` records, for every
+    number of replicas, since when fewer have been wanted. This is the scale-down stabilization of Kubernetes'
+    HorizontalPodAutoscaler (KEP-853, "pick the largest recommendation of the window"), without storing the window.
+    """
     largest = None
     for than, since in fewer:
         if now - since < delay_s:

@@ -1,4 +1,36 @@
-"""Decides the number of replicas of a backend from its load: wake, panic, scale up, scale down, or stay."""
+"""Decides the number of replicas of a backend from its load: wake, panic, scale up, scale down, or stay.
+
+The policy is a pure function whose memory is passed through: the same code runs in the controller, in the simulation
+that compares policies (``tests/bench/autoscaling``) and in tests that try millions of loads, and every decision can be
+explained by its inputs.
+
+Names and defaults are those of Ray Serve 2.60 (``ray/serve/autoscaling_policy.py``). The rules and their sources:
+
+- Wanted replicas: see `demand`. A factor scales the step: n + factor * (wanted - n), rounded up (Ray's
+  ``_apply_scaling_factors``), with two deviations. A step down of less than one replica removes one, after the delay
+  divided by the step (0.2 replicas: five times the delay). Ray removes one after each delay whatever the factor, and
+  earlier versions removed none. And a factor above 1 does not remove more than the surplus, which would only be added
+  again.
+- Delays: a step up adds what is wanted *when* `upscale_delay_s` is over; otherwise a mean that grows with its window
+  would be followed in many steps. A step down keeps the most that was wanted *during* `downscale_delay_s`: see
+  `demand.largest_wanted`. A delay counts as over a tenth early (of it and of the interval, 1 s at most), because
+  evaluations are not quite punctual.
+- A user's policy function replaces the wanted number; factors, delays and limits apply to it as in Ray Serve
+  (``_apply_autoscaling_config``). Panic does not: it would overrule the function.
+- Panic, as in Knative's autoscaler (serving, ``pkg/autoscaler/scaling/autoscaler.go``): a load over a short window at a
+  multiple of the target adds replicas at once; while the panic lasts its load is followed upwards, and nothing is
+  removed.
+- One step up multiplies the replicas by at most `STEP_MAX` (times a factor above 1). A backlog in front of too few
+  replicas grows with the time until it is noticed: where 1000 requests wait for one replica, 9 replicas may be missing
+  or 499. Policy functions and queries are not limited by this.
+- While replicas start, requests pile up that these will work off. So only requests in replicas justify further ones,
+  and no new panic begins, until all replicas run (or `STARTING_S` is over, since one that never starts must not block
+  the others) and the window that is evaluated began after that.
+- Unknown is not zero: with missing or stale data nothing moves, and the time until the load is known again counts for
+  no delay. Only limits always apply at once.
+- Scaling up from zero adds what is wanted at once; scaling down to zero needs `downscale_to_zero_delay_s` without any
+  request.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,11 @@ Series = Sequence[LoadSample]
 
 
 class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a policy between two decisions. Soft: a new leader starts with an empty one, which only delays."""
+    """State of a policy between two decisions. Soft: a new leader starts with an empty one, which only delays.
+
+    It is passed through because delays and panics need a memory, and a policy with a hidden one could be neither
+    simulated nor compared, nor restarted after a change of leader.
+    """
 
     up_since: float | None = None
     """Since when more replicas have been wanted without a break; None while not."""
@@ -112,7 +116,11 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for the load of one backend, and the processes that must have been scraped for it to count."""
+    """A request for the load of one backend, and the processes that must have been scraped for it to count.
+
+    The controller says which processes to expect: a proxy that is not scraped leaves no trace in the scraped data, and
+    its waiting requests would be missing silently.
+    """
 
     backend_tag: BackendTag
     config: AutoscalingConfig

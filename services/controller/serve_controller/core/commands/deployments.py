@@ -370,7 +370,11 @@ def update_backend_config(
 
 
 def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
-    """Deploy an earlier revision again. Raises `NotFound` when the backend or the revision is unknown."""
+    """Deploy an earlier revision again. Raises `NotFound` when the backend or the revision is unknown.
+
+    ``num_replicas`` stays as it is: an operator who rolls back a bad version, after having scaled up for the load, must
+    not be scaled down with it.
+    """
     tag = deployment_tag(command.name)
     existing = checkpoint.backends.get(tag)
     if existing is None or existing.deleting:

@@ -93,7 +93,11 @@ def _undo_endpoint(draft: Draft, tag: EndpointTag) -> None:
 
 
 def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
-    """Make the last good version the target again, or halt the backend when there is none."""
+    """Make the last good version the target again, or halt the backend when there is none.
+
+    This is a change like any other and not simply the former state: replicas of the failed version may serve, and hosts
+    may have taken its configuration.
+    """
     if backend.last_good is None:
         draft.put(msgspec.structs.replace(backend, halted=True, last_error=error))
         return
@@ -139,7 +143,10 @@ def fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
 
 
 def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
-    """What a pending goal still waits for, as text for people; empty when it is reached."""
+    """What a pending goal still waits for, as text for people; empty when it is reached.
+
+    Whether anything is missing and what is missing are one question, so the text names exactly what blocks the goal.
+    """
     left_out = deployments_removed_by(draft, goal)
     for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
@@ -262,7 +269,10 @@ def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
 
 
 def _mark_good(draft: Draft, goal: Goal, now: float) -> None:
-    """Record the targets of a succeeded goal as last good."""
+    """Record the targets of a succeeded goal as last good.
+
+    The last good version is stored beside the target: a later failure, or a user's rollback, goes back to it.
+    """
     application = owned_application(draft, goal)
     if application is not None:
         _mark_application_good(draft, application, goal)

@@ -1,4 +1,8 @@
-"""Which objects a goal owns, and how its end is recorded."""
+"""Which objects a goal owns, and how its end is recorded.
+
+A goal owns keys: a later goal that owns the first of them supersedes it, which must be found without a scan of all
+goals.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ ERROR_LENGTH_MAX = 8_000
 
 
 def end_goal(draft: Draft, goal: Goal, status: GoalStatus, now: float, error: str = "") -> None:
-    """Record a goal's end; a goal ends exactly once."""
+    """Record a goal's end, of which there is exactly one; the retained part of a user's traceback is bounded."""
     assert goal.status is GoalStatus.PENDING, f"{goal.goal_id} ended already"
     draft.put(msgspec.structs.replace(goal, status=status, error=error[-ERROR_LENGTH_MAX:], finished_at=now))
 

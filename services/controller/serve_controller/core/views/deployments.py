@@ -1,4 +1,8 @@
-"""Deployments, endpoints and applications as callers see them."""
+"""Deployments, endpoints and applications as callers see them.
+
+Deleted deployments are retained for a while, so that a caller can learn when one ended, and as what. An application's
+status is the worst of its deployments', because it serves only when all of its parts do.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ from serve_controller.core.observed import ObservedState, host_status, is_proxy_
 
 
 def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
-    """One goal. Raises `NotFound`, whose message distinguishes an unknown id from a forgotten one."""
+    """One goal. Raises `NotFound`, whose message distinguishes an unknown id from a forgotten one.
+
+    What a pending goal waits for is derived each time; it is never stored.
+    """
     goal = checkpoint.goals.get(goal_id)
     if goal is None:
         if 0 < number_of(goal_id) <= checkpoint.counters.goal:
@@ -36,7 +39,11 @@ ALL: Final = PagedQuery()
 
 
 def page_of(names: Iterable[Name], query: PagedQuery) -> list[Name]:
-    """The names that the query asks for, in order. Raises `BadField` for a limit outside 1 to `PAGE_LIMIT_MAX`."""
+    """The names that the query asks for, in order. Raises `BadField` for a limit outside 1 to `PAGE_LIMIT_MAX`.
+
+    Pages continue after a name and not at a number: objects come and go between two pages, and one that exists all the
+    time must be on exactly one page.
+    """
     later = (name for name in names if name > query.after)
     if query.limit is None:
         return sorted(later)
