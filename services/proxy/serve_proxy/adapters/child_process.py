@@ -1,4 +1,8 @@
-"""The link between a parent and its proxy processes: the child process, a socket pair, a shared port."""
+"""The link between a parent and its proxy processes: the child process, a socket pair, a shared port.
+
+Why a socket pair: through it the child reports its operations port, which the system chose, and detects that its parent
+is gone, however it ended. A child without a parent drains and exits, so that none is left behind.
+"""
 
 from __future__ import annotations
 
@@ -137,6 +141,9 @@ def held_port(host: str, port: int) -> Iterator[int]:
     """Reserve a port for sockets with SO_REUSEPORT while the block runs; 0 lets the system choose.
 
     Raises OSError when the port is in use, or the host has no address.
+
+    Why: with SO_REUSEPORT a second stack of the same user would share the port unnoticed, and get half of the first
+    one's requests. And where the system chooses the port, all processes must get the same one.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -30,6 +30,10 @@ def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
     """Add ``X-Forwarded-…`` to the forwarded headers; return `RequestSpec.client` and `RequestSpec.scheme`.
 
     ``peer`` is the connection's other end as ``host:port``, ``scheme`` is http or https. Call it once per request.
+
+    Why received values are not believed as they are: any client can write ``X-Forwarded-For``. Only the operator knows
+    how many load balancers are in front of the proxy, and configures it (`ProxySettings.forwarded_hops`); the entries
+    of those are kept, and this proxy adds the address that it sees itself.
     """
     forwarded = read.forwarded
     if not read.forwarded_for and not read.forwarded_proto and not read.has_forwarded_host:
@@ -77,6 +81,8 @@ def earliest_deadline(
 
     ``deadline`` is the proxy's own and ``endpoint_slo_ms`` applies to requests without one; ``wall_now`` is seconds
     since 1970. Raises `BadRequest` naming the header, `DeadlineExceeded` for one that has passed.
+
+    Why an invalid number is an error: a client that sets a deadline and silently gets none waits far too long.
     """
     if not read.has_slo:
         return deadline if endpoint_slo_ms is None else min(deadline, now + endpoint_slo_ms / 1000)

@@ -1,4 +1,7 @@
-"""Which headers are forwarded and which are hop-by-hop; and the observer of a request."""
+"""Which headers are forwarded and which are hop-by-hop; and the observer of a request.
+
+Why bytes: HTTP header fields are bytes, and which text they mean is the application's concern.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from serve_proxy.core.problems import Problem
 
 
 class ObservedRequest(RequestObserver, Protocol):
-    """Observes one request from its arrival to its end."""
+    """Observes one request from its arrival to its end.
+
+    Why one interface for a trace, the access log and both at once: the request path checks only whether there is an
+    observer, and an unobserved request costs nothing else.
+    """
 
     def asks(self, ask: RequestSpec) -> None:
         """Called when the endpoint was found and ``ask`` is sent to it."""

@@ -23,7 +23,11 @@ def child_id(proxy_id: ProxyId, number: int) -> ProxyId:
 
 
 def restart_wait_s(short_lives: int) -> float:
-    """Seconds to wait before the next start, after ``short_lives`` short lives in a row."""
+    """Seconds to wait before the next start, after ``short_lives`` short lives in a row.
+
+    Why a bounded wait: a process that crashes at once, again and again, must neither use up the machine nor be
+    given up.
+    """
     if short_lives == 0:
         return 0.0
     return min(_WAIT_MAX_S, _WAIT_MIN_S * 2.0 ** min(short_lives - 1, 30))
@@ -36,6 +40,9 @@ def merge_metrics(pages: Mapping[str, str]) -> str:
     """One page in Prometheus' text format; each sample gets the label ``process`` with the key of its page.
 
     The format requires all samples of a family in one group, with its help and type once.
+
+    Why one page: a container is one scrape target, however many processes it runs. So a process that was never meant to
+    run is not reported missing, and one that died is not taken for a lost container.
     """
     families: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

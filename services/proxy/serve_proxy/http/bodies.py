@@ -1,4 +1,7 @@
-"""Request bodies: limits on size and memory, memory returned to the system, slow clients aborted."""
+"""Request bodies: limits on size and memory, memory returned to the system, slow clients aborted.
+
+Why both sizes are checked: the limit must hold for what a client announces and for what it really sends.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,10 @@ async def give_back_memory(room: UploadMemory) -> None:
     """Every `MEMORY_CHECK_PERIOD_S`, trim the heap if the process has grown while few bodies are held; runs forever.
 
     Returns at once where the C library has no ``malloc_trim``.
+
+    Why it would not be returned otherwise: glibc takes buffers of up to 32 MiB from its heap once one as large was
+    freed, and allocations between them that live on keep all memory below from being returned. Measured: after 300
+    uploads at once the process kept all of their memory for good.
     """
     trim = _find_trim()
     if trim is None:
@@ -76,7 +83,13 @@ PERIOD_S: Final = 10.0
 
 @final
 class MinRateGuard:
-    """Context manager that enforces a minimum rate on one body's transfer."""
+    """Context manager that enforces a minimum rate on one body's transfer.
+
+    Why: a client that sends or receives so slowly holds a connection, a slot and memory, perhaps on purpose.
+
+    Why a check every ten seconds and no limit for each read: a single pause is normal on a bad network, an average that
+    stays low is not.
+    """
 
     __slots__ = ("_last", "_least_bytes", "_loop", "_on_slow", "_progress", "_timer")
 

@@ -1,4 +1,9 @@
-"""One client's connection: aiohttp's, with the fast path for simple requests built in."""
+"""One client's connection: aiohttp's, with the fast path for simple requests built in.
+
+Why inside aiohttp's class: one connection may carry a simple request, then an upload, then an upgrade, and their
+responses must be sent in the order of the requests. The private parts of aiohttp that are used here are pinned by
+`requirements.lock` and exercised by the conformance tests.
+"""
 
 from __future__ import annotations
 

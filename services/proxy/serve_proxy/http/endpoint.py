@@ -63,6 +63,8 @@ def build_request_spec(
     ``now`` and ``deadline``, the latest that the options allow, are loop time. ``headers`` are modified: call it
     once. ``scheme`` is http or https. Raises `BadField` naming an invalid header,
     `DeadlineExceeded` when the client's own deadline has passed.
+
+    Both the fast path and the regular path use it, so that headers and deadlines mean the same on either.
     """
     options = endpoint.options
     if headers.has_slo or options.relative_slo_ms is not None:

@@ -49,7 +49,11 @@ def _wrap(middleware: Middleware, handler: Handler) -> Handler:
 
 
 async def load_middlewares(paths: Sequence[str]) -> Middlewares:
-    """Import ``paths`` (``module:attribute``) in a thread. Raises `MiddlewareRefused` naming the path."""
+    """Import ``paths`` (``module:attribute``) in a thread. Raises `MiddlewareRefused` naming the path.
+
+    Why a thread: an import may take seconds and must not delay requests. It is a daemon, because one that hangs cannot
+    be ended and must not keep the process from exiting.
+    """
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Middlewares] = loop.create_future()
 
@@ -142,7 +146,11 @@ class MiddlewareRequestState:
     async def run(
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions, forwarded_hops: int
     ) -> web.StreamResponse:
-        """The response of the ``chain``, or an error response."""
+        """The response of the ``chain``, or an error response.
+
+        Why a deadline around the whole chain: a middleware may hang, and its client must still get a response. It
+        applies until the response starts; streams and sockets may take as long as they like.
+        """
         cloned = request.clone(client_max_size=options.body_bytes_max)
         checked = checked_headers(request.raw_headers, forwarded_hops)
         if checked != request.raw_headers:

@@ -1,4 +1,15 @@
-"""``serve_proxy.middlewares.api_keys:api_keys``: requests must have a valid API key."""
+"""``serve_proxy.middlewares.api_keys:api_keys``: requests must have a valid API key.
+
+``MUSTER_API_KEYS_FILE`` names a file with a name and a key on each line; ``#`` starts a comment::
+
+    # name      key, or sha256: and the key's digest (printf %s "$KEY" | sha256sum)
+    shop        s3cr3t-of-at-least-16-characters
+    analytics   sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+
+A name may have several keys. The file is reloaded when it changes, within about a second of the next request. Callers
+send ``Authorization: Bearer <key>`` or ``X-API-Key: <key>``; the application gets the key's name in ``X-API-Key-Name``
+and never the key, and no log contains it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +39,10 @@ _DIGEST_PREFIX: Final = "sha256:"
 
 @final
 class KeyList:
-    """API keys and their names."""
+    """API keys and their names.
+
+    Why digests: neither this process' memory nor, if its owner prefers, the file contains the keys themselves.
+    """
 
     __slots__ = ("_names", "_secret")
 
@@ -108,7 +122,11 @@ _Version = tuple[int, int, int]
 
 @final
 class KeyFile:
-    """The keys of a file, reloaded when it changes."""
+    """The keys of a file, reloaded when it changes.
+
+    Why at run time: a leaked key must stop working without a restart. The file is checked when a request arrives, at
+    most once a second; while it cannot be read, the last keys stay valid, and that is logged.
+    """
 
     def __init__(self, path: str, field: str) -> None:
         """Reads the file. Raises `BadField` naming ``field`` when that fails."""

@@ -1,4 +1,19 @@
-"""``serve_proxy.middlewares.cors:cors``: cross-origin requests from browsers."""
+"""``serve_proxy.middlewares.cors:cors``: cross-origin requests from browsers.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| ``MUSTER_CORS_ALLOW_ORIGINS`` | required | origins such as ``https://app.example.com``; ``*`` for any |
+| ``MUSTER_CORS_ALLOW_METHODS`` | GET,HEAD,POST,PUT,PATCH,DELETE | ``*`` for any |
+| ``MUSTER_CORS_ALLOW_HEADERS`` | ``*`` | request headers that a page may send |
+| ``MUSTER_CORS_EXPOSE_HEADERS`` | X-Request-ID,Retry-After | response headers that a page may read besides the usual |
+| ``MUSTER_CORS_ALLOW_CREDENTIALS`` | false | ``true`` lets browsers send cookies; not with origin ``*`` |
+| ``MUSTER_CORS_MAX_AGE_S`` | 600 | seconds for which a browser caches the response to a preflight |
+
+Lists are separated by commas. ``https://*.example.com`` is the origins of all hosts below ``example.com``.
+
+A preflight never reaches a replica: the response is 204, or 403 with the reason. CORS headers that the application sets
+itself are replaced.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +42,10 @@ Headers = list[tuple[str, str]]
 
 
 class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Which cross-origin requests are allowed."""
+    """Which cross-origin requests are allowed.
+
+    Why free of HTTP types: which pages may call is a matter of security, and is tested as a table of cases.
+    """
 
     origins: frozenset[str]
     """Origins in the form in which browsers send them."""

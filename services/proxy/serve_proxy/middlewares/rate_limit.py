@@ -1,4 +1,16 @@
-"""``serve_proxy.middlewares.rate_limit:rate_limit``: limits the requests per second of each caller."""
+"""``serve_proxy.middlewares.rate_limit:rate_limit``: limits the requests per second of each caller.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| ``MUSTER_RATE_LIMIT_PER_S`` | required | sustained requests per second of a caller; 0.2 is one in 5 s |
+| ``MUSTER_RATE_LIMIT_BURST`` | the rate, at least 1 | requests allowed at once after a quiet time |
+| ``MUSTER_RATE_LIMIT_BY`` | key | ``key``: the key's name (put ``api_keys`` first); ``address``; ``header:<name>`` |
+| ``MUSTER_RATE_LIMIT_KEYS_MAX`` | 10000 | callers that are remembered |
+
+Requests without the key or header are counted by their address (IPv6: by its /64 network), which load balancers in
+front forward as far as ``MUSTER_FORWARDED_HOPS`` trusts them. Each proxy process counts for itself: with three of them
+a caller may send up to three times as much.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +47,10 @@ class RateRules(msgspec.Struct, frozen=True, kw_only=True):
     keys_max: int = 10_000
 
     def key(self, *, api_key_name: str, header_value: str, client: str) -> str:
-        """The bucket key of a request; by the address of its ``client`` if the configured property is missing."""
+        """The bucket key of a request; by the address of its ``client`` if the configured property is missing.
+
+        How callers are distinguished decides how the limit can be evaded.
+        """
         if self.by == BY_KEY and api_key_name:
             return f"key {api_key_name}"
         if self.header and header_value:
@@ -76,7 +91,14 @@ def read_rate_rules(environment: Environment) -> RateRules:
 
 @final
 class TokenBuckets:
-    """One bucket of ``burst`` tokens for each key, filled at ``rate_per_s``."""
+    """One bucket of ``burst`` tokens for each key, filled at ``rate_per_s``.
+
+    Why buckets and not windows: a caller that has been quiet may send a burst at once, and no caller can send twice as
+    much around the end of a window.
+
+    Why bounded: callers choose their addresses, and each one costs memory here. The bucket that was unused for longest
+    is dropped first: it would have been full again the soonest.
+    """
 
     def __init__(self, *, rate_per_s: float, burst: float, keys_max: int) -> None:
         self._rate_per_s = rate_per_s

@@ -39,7 +39,11 @@ class HttpState(Protocol):
 
 @final
 class Ingress:
-    """Admits requests and hands them to the dispatcher; a `SnapshotListener`."""
+    """Admits requests and hands them to the dispatcher; a `SnapshotListener`.
+
+    Why it receives the snapshots itself: requests that arrive before the bucket was read wait for that moment
+    (`wait_open`).
+    """
 
     def __init__(
         self,
@@ -163,7 +167,12 @@ class MiddlewareRefused(ServeError):
 
 @final
 class LiveOptions(Generic[M]):
-    """Applies one `HttpChange` after the other."""
+    """Applies one `HttpChange` after the other.
+
+    Why this is more than one assignment: middlewares are imported, which takes time and can fail. Until they are
+    imported, or when they cannot be, the former options stay in force, and the proxy must not report the snapshot as
+    applied before that is settled.
+    """
 
     def __init__(
         self,

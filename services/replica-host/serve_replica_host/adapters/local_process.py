@@ -27,7 +27,11 @@ _HAS_HANDLES: Final = hasattr(os, "pidfd_open")
 
 @final
 class LocalProcess:
-    """A process that is alive when this is created. Close it to release its file descriptor."""
+    """A process that is alive when this is created. Close it to release its file descriptor.
+
+    Why: a replica that survives Ray's kill is killed by the kernel. Its pid was reported long before, and the kernel
+    gives a pid that has become free to another process.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -185,7 +189,12 @@ def share_directory(path: Path, gid: int, mode: int) -> None:
 
 
 def become(user: UnixUser, *groups: int) -> None:
-    """Switch to ``user`` permanently, with its group and ``groups``, and drop all privileges. Raises OSError."""
+    """Switch to ``user`` permanently, with its group and ``groups``, and drop all privileges. Raises OSError.
+
+    Why at the very start of the host: capabilities belong to threads, so they are dropped while there is one thread.
+    What needs them (secrets that other users may not read, the start of the Ray runtime as its user) comes before,
+    everything else after.
+    """
     os.setgroups(list(groups))
     os.setresgid(user.gid, user.gid, user.gid)
     os.setresuid(user.uid, user.uid, user.uid)

@@ -24,7 +24,11 @@ BYTES_MAX: Final = 64 * 1024
 
 @final
 class RecentLines:
-    """Recent lines, bounded in replicas, lines and bytes; the replica silent for longest is evicted first."""
+    """Recent lines, bounded in replicas, lines and bytes; the replica silent for longest is evicted first.
+
+    Why the host retains them: a replica whose constructor raised never connected to NATS, and a dead one cannot be
+    queried.
+    """
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, list[bytes]] = OrderedDict()
@@ -64,7 +68,10 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 @final
 class LogSocket:
-    """The socket to which replicas send their log lines."""
+    """The socket to which replicas send their log lines.
+
+    Why a thread: the reader of standard error may be slow, and the host's loop must not wait for it.
+    """
 
     def __init__(self, directory: Path) -> None:
         """``directory`` must be private to this user. Opens nothing."""

@@ -85,7 +85,11 @@ _NOT_RESOURCES: Final = ("node:", "object_store_memory")
 
 @final
 class RayResources:
-    """The total resources of Ray. All methods run on the Ray thread; ``whole`` may be read on any."""
+    """The total resources of Ray. All methods run on the Ray thread; ``whole`` may be read on any.
+
+    Why a cluster is polled: machines come and go there, and a replica that is placed on one that is gone would wait for
+    ever.
+    """
 
     def __init__(self, call_later: Callable[..., None]) -> None:
         """``call_later`` (after seconds) runs a function on the Ray thread; it may be called from any."""

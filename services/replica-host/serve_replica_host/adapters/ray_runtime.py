@@ -54,7 +54,10 @@ _log = structlog.get_logger(__name__)
 
 @final
 class HostLoop:
-    """Schedules calls on the loop that called `open`; the other methods may be called on any thread after that."""
+    """Schedules calls on the loop that called `open`; the other methods may be called on any thread after that.
+
+    Ray's threads may outlast the loop; their calls are then dropped.
+    """
 
     def __init__(self, thread: RayThread) -> None:
         self._thread = thread
@@ -93,7 +96,15 @@ _SHUTDOWN_TIMEOUT_S: Final = 10.0
 
 @final
 class RayRuntime:
-    """A `ports.ReplicaRuntime` on Ray; events arrive on the loop that called `open`."""
+    """A `ports.ReplicaRuntime` on Ray; events arrive on the loop that called `open`.
+
+    Why no call to an actor is waited for: the result of each comes as the future of its ObjectRef, and becomes an
+    event. The death of a replica is detected within milliseconds by a call that never returns (`wait_for_exit`).
+
+    Why two ways to start: a spare, an actor that has started already, becomes a replica at once, but has no resources.
+    So a placement group reserves the replica's CPUs as long as it lives, and Ray's accounting stays right. A replica
+    that needs more than CPUs gets an actor of its own.
+    """
 
     def __init__(
         self,

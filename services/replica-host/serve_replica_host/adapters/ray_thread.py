@@ -53,6 +53,11 @@ class SparePool:
     """Keeps as many spare actors as are in use by replicas, from half of ``spares_max`` up to all of it.
 
     All methods run on one thread.
+
+    Why: a process that can serve takes most of a second to start, nearly all of it Python's imports. A spare becomes a
+    replica within some hundredths of a second, so that scaling up and rolling updates do not wait for imports. Each
+    spare costs memory meanwhile, so there are few: a rolling update needs as many new replicas as run, within limits.
+    Missing spares are started after the replicas' own starts, so that they do not compete for the machine.
     """
 
     def __init__(self, create: Callable[[], RayActorHandle], *, spares_max: int, starts_max: int) -> None:
@@ -110,7 +115,11 @@ T = TypeVar("T")
 
 
 class Urgency(IntEnum):
-    """Priority of queued calls, lowest first; equal ones run in order."""
+    """Priority of queued calls, lowest first; equal ones run in order.
+
+    Why: on a busy machine a start or a kill takes Ray a tenth of a second and more. Behind a hundred of them a health
+    check would wait until its replica counts as unhealthy.
+    """
 
     CHECK = 0
     """Checks and notifications, which take no time themselves."""
@@ -120,7 +129,12 @@ class Urgency(IntEnum):
 
 @final
 class RayThread:
-    """Runs calls sequentially; a daemon, so that a hanging Ray cannot keep the process alive."""
+    """Runs calls sequentially; a daemon, so that a hanging Ray cannot keep the process alive.
+
+    Why one thread, for the lifetime of the process: Ray's own processes ask the kernel to be killed when the *thread*
+    that started them ends, so a runtime that was started by a pool's thread dies with it. And Ray's calls block for a
+    few milliseconds each, which no event loop should wait for.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None]]] = queue.PriorityQueue()

@@ -1,4 +1,7 @@
-"""The state transitions of a replica on its host, and the events of the runtime."""
+"""The state transitions of a replica on its host, and the events of the runtime.
+
+Why events are values: the runtime only passes them on; what they mean is decided here, in one thread, in order.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,23 @@ TRANSITIONS: Final[dict[tuple[ReplicaStatus, ReplicaEventKind], ReplicaStatus | 
     (_S.FAILED, _H.OMITTED): Gone.GONE,
     (_S.DEAD, _H.OMITTED): Gone.GONE,
 }
-"""Status changes; pairs that are not listed change nothing."""
+"""Status changes; pairs that are not listed change nothing.
+
+Why a table: events come late and out of order (a health check returns while the replica already drains), so what each
+of them may change must be clear at a glance.
+
+```
+            CONSTRUCTED             CHECKS_FAILED
+ STARTING ───────────────▶ RUNNING ◀────────────▶ UNHEALTHY
+    │  │                    │    │  CHECK_PASSED      │
+    │  └──▶ FAILED          │    └──────▶ DEAD ◀──────┘   PROCESS_ENDED
+    │         START_FAILED  │
+    └───────────────────────┴──▶ DRAINING ──▶ gone        OMITTED, then PROCESS_ENDED
+```
+
+FAILED and DEAD stay until the goal omits them, so that no report of them can be missed; then they are gone, once they
+have no process any more.
+"""
 
 
 def after(status: ReplicaStatus, happening: ReplicaEventKind) -> ReplicaStatus | Gone:

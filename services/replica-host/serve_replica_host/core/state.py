@@ -68,7 +68,11 @@ class HostedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete input of the host's decisions."""
+    """The complete input of the host's decisions.
+
+    Why frozen: a step of the host is `state, input -> state`, which a property test can drive through any order of
+    goals, events and delays.
+    """
 
     host_id: HostId
     starts_max: int = STARTS_MAX
@@ -161,7 +165,11 @@ def build_report(
     resources: dict[str, float],
     metrics_url: str = "",
 ) -> HostReport:
-    """Build the host's report; equal states give reports that differ in ``sequence`` only."""
+    """Build the host's report; equal states give reports that differ in ``sequence`` only.
+
+    Why it is always the whole inventory: a lost report is repaired by the next one, and the controller never has to add
+    up differences.
+    """
     return HostReport(
         host_id=state.host_id,
         incarnation=incarnation,

@@ -42,7 +42,11 @@ MODELS_MAX: Final = 1_000
 
 @final
 class LoadedModels:
-    """The ids of loaded models; reading and replacing them is atomic, so any thread may do it."""
+    """The ids of loaded models; reading and replacing them is atomic, so any thread may do it.
+
+    Why they are stored here and not queried from user code: it reports changes, from any thread, and they are published
+    again and again.
+    """
 
     __slots__ = ("_model_ids",)
 
@@ -85,7 +89,11 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(value: StartReplicaRequest | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
-    """Encode a value for the transfer through Ray."""
+    """Encode a value for the transfer through Ray.
+
+    Why bytes: Ray would pickle these types, and a process of another version must fail with a clear error, not at
+    unpickling.
+    """
     return msgspec.msgpack.encode(value)
 
 
@@ -126,7 +134,11 @@ _POLL_S: Final = 0.05
 
 @final
 class ReplicaProcess:
-    """One replica. Control methods may be called from any thread but its own two; each blocks until done."""
+    """One replica. Control methods may be called from any thread but its own two; each blocks until done.
+
+    Why it is not the Ray actor itself: nothing here depends on Ray, so tests and tools can run a replica in any
+    process.
+    """
 
     def __init__(
         self, order: StartReplicaRequest, metrics: RequestMetrics, logs: ReplicaLogs | None = None

@@ -118,7 +118,11 @@ _Input = HostGoal | LeaderNotice | ReplicaEvent | _ReportNow | _Leave
 
 @final
 class HostShell:
-    """The main loop of a host process, from `run` to its end after `leave`."""
+    """The main loop of a host process, from `run` to its end after `leave`.
+
+    Why one task: the state is changed in one place, in order. Callbacks only append to the inbox and wake the loop, so
+    however many come in one iteration, there is one reconcile and one report.
+    """
 
     def __init__(
         self,

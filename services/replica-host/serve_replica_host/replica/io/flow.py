@@ -1,4 +1,8 @@
-"""Flow control of one request's frames in both directions: counted, and bounded by credit."""
+"""Flow control of one request's frames in both directions: counted, and bounded by credit.
+
+Sequences and windows are checked in these classes only, for bodies and for WebSocket messages alike, and can be tested
+without a bus.
+"""
 
 from __future__ import annotations
 
@@ -250,7 +254,11 @@ _ACKNOWLEDGE_EVERY: Final = max(WINDOW_FRAMES // CREDIT_PARTS, 1)
 
 @final
 class BodyReader:
-    """ASGI's ``receive`` for one request; all methods run on the user loop."""
+    """ASGI's ``receive`` for one request; all methods run on the user loop.
+
+    Why credit is granted when a part is read and not when it arrives: a slow reader then slows down the client, and an
+    upload of any size needs no more memory than the window.
+    """
 
     __slots__ = ("_changed", "_is_gone", "_is_whole", "_on_taken", "_pieces", "_taken")
 

@@ -25,7 +25,10 @@ _SMALL_BYTES_MAX: Final = 4 * 1024
 
 @final
 class FrameBatch:
-    """Frames to send, for both threads; all methods but `flush` are called under the lock."""
+    """Frames to send, for both threads; all methods but `flush` are called under the lock.
+
+    Why a batch besides the connection's own: the frames of a stream are numbered, and the two threads take turns.
+    """
 
     def __init__(self, connection: BusConnection, lock: threading.RLock) -> None:
         """Create it on the loop of ``connection``."""
@@ -79,7 +82,10 @@ Publish = Callable[[bytes, bytes], None]
 
 @final
 class FrameSender:
-    """Publishes frames to reply subjects."""
+    """Publishes frames to reply subjects.
+
+    Why a response may be lost: its router probes for the request, and gets the response again (`RecentReplies`).
+    """
 
     def __init__(self, publish: Publish, now: Callable[[], float]) -> None:
         """``now`` is `time.monotonic` or a fake."""

@@ -179,7 +179,14 @@ STATUS_CANCELLED: Final = 499
 
 @final
 class ReplicaProtocol:
-    """Receives frames of routers. All methods but `wait_idle` are called under one lock, by either thread."""
+    """Receives frames of routers. All methods but `wait_idle` are called under one lock, by either thread.
+
+    Why it never waits and never calls user code: cancels, probes and drains must be processed at once, whatever the
+    user's code does. It runs in the read path of the bus connection, in either thread, and so under a lock.
+
+    In flight is what `Slots` holds. Each request leaves it at exactly one place: when its response was sent or, if the
+    response is not wanted any more, when its work has ended.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,11 @@ READ_BYTES: Final = 256 * 1024
 
 @final
 class NatsReader:
-    """A `LinkReader` that reads on the user loop. Data is passed to `Link.take_data` under the protocol's lock."""
+    """A `LinkReader` that reads on the user loop. Data is passed to `Link.take_data` under the protocol's lock.
+
+    Why: a request that arrives while the user loop is idle, as most do, then needs no other thread to wake up before
+    the user's code runs. Measured with one client at a time, that wake-up was a third of what a replica costs.
+    """
 
     def __init__(
         self, to_user: Mailbox[ToUser], frames: FrameBatch, lock: threading.RLock, work: Callable[[], None]
@@ -82,7 +86,11 @@ class NatsReader:
             former.close()
 
     def look(self) -> None:
-        """Read what a blocked user loop leaves unread; called on the bus loop, several times a second."""
+        """Read what a blocked user loop leaves unread; called on the bus loop, several times a second.
+
+        Why: refusals, cancels, probes and drains must not wait for user code. Data that is unread at two consecutive
+        calls is read by this thread, in the same order.
+        """
         shared = self._shared
         if self._reads != self._reads_seen or shared is None:
             self._reads_seen = self._reads
@@ -156,7 +164,11 @@ GUARD_S: Final = 0.005
 
 @final
 class ReplicaIO:
-    """The I/O of a replica. Created on the bus loop; methods run there unless noted otherwise."""
+    """The I/O of a replica. Created on the bus loop; methods run there unless noted otherwise.
+
+    Why a lock: frames are read by the thread that is idle, so both threads call the protocol. The lock is never held
+    while user code runs, nor while a thread waits for anything else.
+    """
 
     def __init__(
         self,

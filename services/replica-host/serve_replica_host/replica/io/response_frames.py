@@ -51,7 +51,10 @@ STATUS_SWITCHING: Final = 101
 
 @final
 class ResponseFrames:
-    """Sends responses to routers; all methods are called under the lock of its `ReplicaProtocol`."""
+    """Sends responses to routers; all methods are called under the lock of its `ReplicaProtocol`.
+
+    However a request in flight ends, by its response or by `ReplicaProtocol`, its slot is released here.
+    """
 
     def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], object]) -> None:
         self._slots = slots
@@ -282,7 +285,12 @@ class Writer(Protocol):
 
 @final
 class DirectResponses:
-    """Sends complete responses from the user loop, on its thread."""
+    """Sends complete responses from the user loop, on its thread.
+
+    Why: no other thread must wake up before a response is sent. Why only complete ones in one frame: each of these
+    requests has exactly one frame to send, so it cannot overtake another one of the same request. Everything else is
+    sent by the bus side.
+    """
 
     def __init__(
         self,

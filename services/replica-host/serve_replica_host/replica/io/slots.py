@@ -19,7 +19,14 @@ CLOSE_REASON: Final = "the replica is being replaced"
 
 @final
 class QuietSockets:
-    """Finds quiet sockets of one replica during its drain."""
+    """Finds quiet sockets of one replica during its drain.
+
+    Why a drain closes quiet sockets: one may stay open for days, and its client can connect to another replica at any
+    time. A socket in use stays, because what is being sent would be lost: one on which messages pass, and one whose
+    client sent last, as the application may be working on its reply.
+
+    Why frames are compared and no times recorded: while nothing drains, a message costs nothing here.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[int, float]] = {}
@@ -65,7 +72,15 @@ ANSWER_BYTES_MAX: Final = 64 * 1024
 
 @final
 class RecentReplies:
-    """Recently ended requests by reply subject; all methods run on one loop. Times are `time.monotonic`."""
+    """Recently ended requests by reply subject; all methods run on one loop. Times are `time.monotonic`.
+
+    Why: a response that is sent while its router reconnects is lost, and so may a request be. A replica that remembers
+    them can send the response again, or answer with certainty that the request never started; both spare the client an
+    error.
+
+    Why two generations and no time for each entry: this is part of every request's cost. The elder generation is
+    dropped as a whole when the younger is old enough, or full; how far back the record is complete stays known.
+    """
 
     __slots__ = ("_bytes", "_elder", "_forgotten_at", "_since", "_younger", "last_at")
 
@@ -122,7 +137,12 @@ WAITING_MAX: Final = 1_000
 
 @final
 class SlotQueue:
-    """Queued requests by reply subject, in order of arrival; used under the lock of the `ReplicaProtocol`."""
+    """Queued requests by reply subject, in order of arrival; used under the lock of the `ReplicaProtocol`.
+
+    Why in the replica and not in the routers that share it: none of them knows of the others' requests, so the one that
+    retries soonest would be served most; here it is first come, first served. The queue is bounded, and has only
+    requests that are complete and whose router has no other replica to try.
+    """
 
     __slots__ = ("_held",)
 
@@ -174,7 +194,10 @@ _POLL_S: Final = 0.005
 
 @final
 class Slots:
-    """The slots of one replica; used under the lock of its `ReplicaProtocol`."""
+    """The slots of one replica; used under the lock of its `ReplicaProtocol`.
+
+    Whatever ends a request, its slot must be released exactly once; so only `release` does it.
+    """
 
     def __init__(
         self, now: Callable[[], float], metrics: RequestMetrics, on_free: Callable[[], None]

@@ -1,4 +1,7 @@
-"""Metrics of a replica's own calls through handles, and of its dropped spans."""
+"""Metrics of a replica's own calls through handles, and of its dropped spans.
+
+Import it only after PROMETHEUS_MULTIPROC_DIR is set (or unset) for good: prometheus_client reads it at its import.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,11 @@ BACKENDS_MAX: Final = 1000
 
 @final
 class PrometheusHandleMetrics:
-    """Queue metrics of this process' handles."""
+    """Queue metrics of this process' handles.
+
+    Why the load of other backends is measured in the caller's process: a request that waits for a slot is in no replica
+    yet, and only its router knows of it.
+    """
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         """``registry`` is not needed in multiprocess mode, where the files are read."""

@@ -29,7 +29,12 @@ UNENDED_LENGTH_MAX: Final = 64 * 1024
 
 @final
 class CaughtPrints(io.TextIOBase):
-    """Replaces ``sys.stdout`` or ``sys.stderr``."""
+    """Replaces ``sys.stdout`` or ``sys.stderr``.
+
+    Why separately for each thread: `print` writes its text and its newline one after the other, and lines of two
+    threads must not mix. What a terminal would overwrite after a carriage return (progress bars) is overwritten here as
+    well.
+    """
 
     def __init__(self, original: TextIO, take: Callable[[str], None], on_flush: Callable[[], None]) -> None:
         """``take`` receives each line without its newline. ``original`` provides the properties of the stream."""
@@ -135,7 +140,11 @@ _SEND_BYTES: Final = 512 * 1024
 
 
 def open_log_sender() -> Callable[[bytes], None]:
-    """Return a function that sends whole lines, on one thread at a time; unsendable ones go to standard error."""
+    """Return a function that sends whole lines, on one thread at a time; unsendable ones go to standard error.
+
+    Why a socket: Ray redirects what its processes write to files of its own that nothing follows. Why datagrams: they
+    need no connection that could break, and a line is never torn.
+    """
     path = os.environ.get(LOG_SOCKET, "")
     to_stderr = open_stderr()
     if not path:
@@ -177,7 +186,11 @@ _RESERVED_FIELDS: Final = frozenset(
 
 @final
 class UserLogs(logging.Handler):
-    """Formats the logs and prints of user code as lines, and passes them to a `LogForwarder`."""
+    """Formats the logs and prints of user code as lines, and passes them to a `LogForwarder`.
+
+    Why one handler on the root logger instead of handlers on every logger: the root logger gets all records, and
+    handlers that users add go on working beside it. What those write to standard output or error is captured there.
+    """
 
     def __init__(self, forwarder: LogForwarder, ids: Mapping[str, str], clock: Clock) -> None:
         """``ids`` are in every line."""

@@ -127,6 +127,10 @@ def make_private_directory(now: float, root: Path | None = None) -> Path:
     """Create a private directory below ``root``, by default the one for temporary files. ``now`` is wall time.
 
     Raises OSError.
+
+    Directories of processes that were killed are removed first. Why by locks and not by pids: replicas are mostly
+    killed, so they cannot clean up, and a pid may be another process' by then. The kernel releases a lock when its
+    process ends, however that happened.
     """
     root = Path(tempfile.gettempdir()) if root is None else root
     _remove_stale(root, now)
@@ -155,7 +159,11 @@ def _remove_stale(root: Path, now: float) -> None:
 
 @final
 class RemoteSide:
-    """Telemetry of this process for its remote host. Thread-safe, but only one `fetch` at a time."""
+    """Telemetry of this process for its remote host. Thread-safe, but only one `fetch` at a time.
+
+    Why fetched and not sent: the host requests more only when it has processed what came before, so neither side can be
+    flooded.
+    """
 
     def __init__(self, *, has_metrics: bool) -> None:
         """Raises OSError when no temporary directory can be created."""
@@ -204,6 +212,9 @@ class HostLocation(msgspec.Struct, frozen=True, kw_only=True):
         """True when a process on ``node_id`` can write to the host's directories.
 
         The same node is not enough: it may run as another user, or in another container.
+
+        Why by Ray's node and not by the directory alone: one of the same name may well exist on two machines, and is
+        then a different one.
         """
         if not self.node_id:
             return True

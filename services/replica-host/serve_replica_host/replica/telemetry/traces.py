@@ -29,7 +29,10 @@ def error_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of ``error`` and its causes from the user's first frame on; the end is kept if it is long."""
+    """The traceback of ``error`` and its causes from the user's first frame on; the end is kept if it is long.
+
+    Why: what a deploy prints when a constructor raises is the first thing that a new user debugs with.
+    """
     formatter = traceback.TracebackException.from_exception(error, limit=-100)
     _trim(formatter, depth=0)
     text = "".join(formatter.format()).rstrip()
@@ -102,7 +105,11 @@ class Traces:
 
 @final
 class ReplicaRequestTrace:
-    """The spans of one request in this replica."""
+    """The spans of one request in this replica.
+
+    Why two spans: the time for which the request waits in the replica, and its response to be sent, is not that of the
+    user's code.
+    """
 
     __slots__ = ("_tracer", "span", "user_code")
 

@@ -37,7 +37,12 @@ class CallerGone(OSError):
 
 @final
 class HttpSender:
-    """ASGI's ``send`` for HTTP; runs on the user loop."""
+    """ASGI's ``send`` for HTTP; runs on the user loop.
+
+    Why the head waits for the body's first part: most applications send both in one go, and one frame costs half of
+    two. If the body takes longer the head is sent in the loop's next iteration, so that a client of server-sent events
+    receives it at once.
+    """
 
     def __init__(
         self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], reader: BodyReader
@@ -188,7 +193,11 @@ _FORBIDDEN: Final = 403
 
 @final
 class AsgiSocket:
-    """One WebSocket; all methods run on the user loop. `receive` and `send` implement ASGI."""
+    """One WebSocket; all methods run on the user loop. `receive` and `send` implement ASGI.
+
+    Why credit is granted for messages that were received by the application: one that reads slowly then slows down its
+    client, and no buffer grows. The parts of one message are joined here, up to a limit.
+    """
 
     def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
         self._exchange = exchange

@@ -30,6 +30,8 @@ def import_named(import_path: str, app_dir: str) -> Any:
     """Import ``module:attribute``, with ``app_dir`` first on ``sys.path``; empty for none.
 
     Raises `UserCodeUnusable`, and any exception of the import.
+
+    Only this function changes ``sys.path``. Its errors are the first thing that a new user reads.
     """
     if app_dir:
         if not Path(app_dir).is_dir():
@@ -61,7 +63,11 @@ _END_TIMEOUT_S: Final = 5.0
 
 @final
 class Lifespan:
-    """The lifespan of an ASGI application; all methods run on the user loop."""
+    """The lifespan of an ASGI application; all methods run on the user loop.
+
+    Why in a task of its own: an application's lifespan is one call that stays open between start-up and shutdown, and
+    what it opened must be closed by the same task.
+    """
 
     def __init__(self, application: ASGIApp) -> None:
         self.application = application
@@ -130,7 +136,10 @@ _ASGI_ARGUMENTS: Final = ["scope", "receive", "send"]
 
 @final
 class Method:
-    """A callable and its calling convention."""
+    """A callable and its calling convention.
+
+    Why an instance is kept for each method: `inspect` costs more than a whole request.
+    """
 
     __slots__ = ("blocks", "function", "is_async", "takes_argument")
 
@@ -189,7 +198,14 @@ ASGI_ATTRIBUTE: Final = "__muster_asgi__"
 
 @final
 class UserCode:
-    """One constructed object or one function. All methods run on the user loop."""
+    """One constructed object or one function. All methods run on the user loop.
+
+    This class is the whole contract with user code, the same as Ray Serve's. ``import_path`` names a class, whose
+    instance takes requests in ``__call__`` and may have ``reconfigure(user_config)`` and ``check_health()``; or a
+    function that takes requests; or an ASGI application. Each may be plain or async. A class whose ``__muster_asgi__``
+    is an ASGI application (or a function that returns one) handles HTTP by that; its other methods can be called by
+    handles.
+    """
 
     def __init__(
         self,

@@ -49,6 +49,9 @@ def is_reported_to_caller(error: ServeError) -> bool:
     """True when ``error`` is reported to the caller as a failure of its own request.
 
     A missing deployment, or invalid arguments, are errors of the user's code instead.
+
+    Why such an error keeps its status: a 503 tells the caller to retry and a 504 that it took too long, whichever
+    deployment of the chain was overloaded or slow. What the user's code raises by itself is its own failure.
     """
     return error.is_of_call and isinstance(error, RequestFailed | LimitReached | TransientError)
 
@@ -70,7 +73,13 @@ _TASK_NAME: Final = "request"
 
 @final
 class RequestTasks:
-    """Owns running tasks, and logs those that fail with an exception. For one loop, on its thread."""
+    """Owns running tasks, and logs those that fail with an exception. For one loop, on its thread.
+
+    Why not `TaskOwner`: a name, a set entry, a callback and two iterations of the loop for each request are a large
+    part of what a quick request costs. Here a task takes its first step when it is started, as Python 3.12's eager
+    tasks do, and one that has then ended, as most have, needs to be neither kept nor watched. It is a real task
+    throughout: the current one, with a context of its own, and it can be cancelled.
+    """
 
     def __init__(self) -> None:
         self._running_tasks: set[asyncio.Task[None]] = set()
@@ -142,7 +151,11 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 @final
 class UserExecutor:
-    """Runs the user's code for each exchange; all methods run on the user loop."""
+    """Runs the user's code for each exchange; all methods run on the user loop.
+
+    Why the bus side never waits for it: while user code blocks this loop, the replica still refuses, cancels and
+    drains.
+    """
 
     def __init__(
         self,

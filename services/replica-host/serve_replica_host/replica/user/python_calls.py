@@ -1,4 +1,11 @@
-"""Calls from deployment handles: pickled arguments, and a pickled result or a stream of them."""
+"""Calls from deployment handles: pickled arguments, and a pickled result or a stream of them.
+
+Why not as HTTP responses: a caller in Python gets what the user's code returned or raised, not what HTTP would make of
+it.
+
+Security: unpickling runs code, so a client that may send such a call may run code here. NATS' permissions allow it to
+replicas and holders of handles only.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +40,9 @@ async def send_items(
 
     A plain one may block, so it runs in a thread. Raises what the generator or ``encode`` raises, TypeError if it is
     not a generator.
+
+    Each item is sent after its length. Why not one frame for each: a token is a few bytes, and its frame would cost
+    more than everything else; with lengths, many items are joined.
     """
     is_async = inspect.isasyncgen(result)
     if not is_async and not inspect.isgenerator(result):
