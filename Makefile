@@ -6,7 +6,7 @@ PACKAGES := libs/serve_common libs/muster services/controller services/proxy ser
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
-	dashboards compose-up compose-down secrets plain-conf lock stats clean
+	docs dashboards compose-up compose-down secrets plain-conf lock stats clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,13 +24,14 @@ install: $(STAMP) ## Make .venv and install everything that is locked
 run: $(STAMP) ## Start the embedded stack, deploy the example, print the curl line; Ctrl-C stops it
 	.venv/bin/muster up --deploy-example
 
-# Three parts: what needs no servers, on all cores; files that mostly wait for servers of their own, two at once; and one
-# after another what fills the machine or measures, and what may have to be left out, so that this is said at the end.
+# Three parts: what needs no servers, on all cores; what measures, with the machine to itself; and all else, a file for each
+# core. This is last, so that what had to be left out is said at the end.
 QUICK := tests/unit tests/properties tests/simulation
+AT_ONCE := 2
 
-test: test-quick ## Run every test that this machine allows
-	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not compose" $(addprefix --ignore=,$(QUICK))
-	$(PY) -m pytest -m "alone or compose" $(addprefix --ignore=,$(QUICK))
+test: test-quick ## Run every test that this machine allows (about 10 minutes)
+	$(PY) -m pytest -m alone $(addprefix --ignore=,$(QUICK))
+	$(PY) -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder -m "not alone" $(addprefix --ignore=,$(QUICK))
 
 test-quick: $(STAMP) ## Run unit, property and simulation tests only (about a minute)
 	$(PY) -m pytest -n auto $(QUICK)
@@ -50,10 +51,10 @@ fuzz: $(STAMP) ## Send 50,000 hostile HTTP pipelines and 5,000 generated admin c
 	$(PY) -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(PIPELINES),--pipelines $(PIPELINES)) $(if $(CALLS),--calls $(CALLS))
 
 bench: $(STAMP) ## Measure the data plane next to its floors, in one run
-	$(PY) -m tests.bench
+	$(PY) -m bench
 
 bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to bare Ray
-	$(PY) -m tests.bench.lifecycle
+	$(PY) -m bench.lifecycle
 
 .bench-peers/.installed: $(STAMP)
 	.venv/bin/uv venv --quiet --clear --python $(PY) .bench-peers
@@ -61,44 +62,46 @@ bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to 
 	touch $@
 
 bench-peers: .bench-peers/.installed ## Both of these beside Ray Serve 2.60, which has a virtual environment of its own
-	$(PY) -m tests.bench --peers
-	$(PY) -m tests.bench.lifecycle --peers
+	$(PY) -m bench --peers
+	$(PY) -m bench.lifecycle --peers
 
 bench-wires: $(STAMP) ## Measure the data plane's NATS connection next to nats-py
-	$(PY) -m tests.bench.wires
+	$(PY) -m bench.wires
 
 bench-leaks: $(STAMP) ## Send 100,000 requests of which 30 % are cancelled, and look for what stays behind
-	$(PY) -m tests.bench.leaks --requests 100000
+	$(PY) -m bench.leaks --requests 100000
 
 bench-chaos: $(STAMP) ## Kill a replica every 2 s for a minute under load, and count what fails
-	$(PY) -m tests.bench.chaos
+	$(PY) -m bench.chaos
 
 bench-conflicts: $(STAMP) ## Let five clients give conflicting commands for a minute beside a bystander, and look at what stays
-	$(PY) -m tests.bench.conflicts
+	$(PY) -m bench.conflicts
 
 bench-full-disk: $(STAMP) ## Fill the disk under a whole stack for a minute (needs to mount one), and count what fails
-	$(PY) -m tests.bench.full_disk
+	$(PY) -m bench.full_disk
 
 bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle and in an update, and count what that costs
-	$(PY) -m tests.bench.hangs
+	$(PY) -m bench.hangs
 
 bench-restored: $(STAMP) ## Restore Postgres to a state of 20 changes ago under load, again and again; backups under changes
-	$(PY) -m tests.bench.restored
+	$(PY) -m bench.restored
 
 bench-uploads: $(STAMP) ## Bring one proxy 300 uploads of 5 MiB at once, and look at how soon each is answered, and at its memory
-	$(PY) -m tests.bench.uploads
+	$(PY) -m bench.uploads
 
 bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
-	$(PY) -m tests.bench.scale
+	$(PY) -m bench.scale
 
 bench-autoscaling: $(STAMP) ## Compare the autoscaling policy with Ray Serve's and Knative's on simulated loads
-	$(PY) -m tests.bench.autoscaling
+	$(PY) -m bench.autoscaling
 
 bench-scaling: $(STAMP) ## Let real replicas follow a load of 1 to 50 clients and back, and wake from zero
-	$(PY) -m tests.bench.scaling
+	$(PY) -m bench.scaling
 
-dashboards: $(STAMP) ## Write METRICS.md and Grafana's dashboards anew from what describes them
-	$(PY) -m serve_common.telemetry.catalogue > METRICS.md
+docs: $(STAMP) ## Write the reference pages in docs/reference anew from the code
+	$(PY) -m docs.generator
+
+dashboards: $(STAMP) ## Write Grafana's dashboards anew from what describes them
 	$(PY) -m deploy.grafana.boards
 
 secrets: $(STAMP) ## Generate the NATS identities and passwords that compose needs, into secrets/ (kept when present)
@@ -123,7 +126,7 @@ lock: $(STAMP) ## Make requirements.lock anew, for Python 3.11 and later, with t
 	.venv/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --group dev pyproject.toml \
 		--python-version 3.11 --upgrade -o requirements.lock
 
-stats: $(STAMP) ## Count files and lines of the product and of the tests
+stats: $(STAMP) ## Count files and lines of the product, the tests and the benchmarks
 	$(PY) -m tests.stats
 
 clean: ## Remove .venv and all state of the embedded stack

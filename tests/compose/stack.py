@@ -29,9 +29,10 @@ from testcontainers.compose import DockerCompose
 from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.secrets import Secrets
+from serve_common.api.queries import GetAutoscaling, GetStatus
 from serve_common.identities.roles import Role
+from tests.support.paths import ROOT
 
-ROOT: Final = Path(__file__).parents[2]
 PROJECT: Final = os.environ.get("MUSTER_TEST_PROJECT", "muster-test")
 UP_TIMEOUT_S: Final = 540.0
 DIGITS_REQUESTS: Final = 'serve_proxy_requests_total{endpoint_tag="default/digits"}'
@@ -151,7 +152,7 @@ class Stack:
 
     def status(self) -> dict[str, Any]:
         """What `muster status` knows."""
-        status: dict[str, Any] = self._asked(lambda admin: admin.get_status())
+        status: dict[str, Any] = self._asked(lambda admin: admin.call(GetStatus()))
         return status
 
     def _asked(self, question: Callable[[AdminClient], Awaitable[Any]]) -> Any:
@@ -184,7 +185,7 @@ class Stack:
         found: dict[str, Any] = {}
 
         def is_so() -> bool:
-            views = self._asked(lambda admin: admin.get_autoscaling())
+            views = self._asked(lambda admin: admin.call(GetAutoscaling()))
             found.update(next(view for view in views if view["backend_tag"] == f"default/{name}"))
             is_known = not is_seen or found["seen"] is not None
             return is_known and why in found["why"] and {key: found[key] for key in expected} == expected

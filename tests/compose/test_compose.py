@@ -15,7 +15,7 @@ from serve_common.identities.roles import Role
 from serve_common.nats.client import login_arguments
 from serve_common.nats.login import build_login
 from tests.compose.stack import DIGITS_REQUESTS, Stack
-from tests.identities import bus_settings
+from tests.support.identities import bus_settings
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 

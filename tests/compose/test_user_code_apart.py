@@ -12,7 +12,7 @@ import pytest
 from muster.secrets import NAMES
 from serve_common.identities.roles import Role
 from tests.compose.stack import Stack
-from tests.identities import signing_key
+from tests.support.identities import signing_key
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 

@@ -22,8 +22,9 @@ import asyncpg
 import msgspec
 
 from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
-from tests.integration.control_plane import ControlPlane, NatsServer
-from tests.integration.postgres_server import PostgresServer
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.stacks.control_plane import ControlPlane
 
 _GUARD_S: Final = 120.0
 _SLOW_S: Final = 60.0
@@ -51,7 +52,7 @@ class Calls:
         )
         if verb == "shutdown" and rng.random() < 0.9:
             verb = "deploy"
-        request = self.value(VERBS[verb][0], "") if verb in VERBS else {}
+        request = self.value(VERBS[verb], "") if verb in VERBS else {}
         kind = rng.random()
         if kind < 0.35:
             changes = 0
@@ -244,7 +245,7 @@ async def fuzz(seed: int, count: int, nats: NatsServer, postgres: PostgresServer
             world, calls = World(plane, store), Calls(seed)
             for verb in VERBS:  # as it may be sent, each at least once
                 if verb not in COMMANDS:
-                    await world.try_one(verb, json.dumps(calls.value(VERBS[verb][0], "")).encode(), verb)
+                    await world.try_one(verb, json.dumps(calls.value(VERBS[verb], "")).encode(), verb)
             for number in range(count):
                 verb, payload = calls.draw()
                 if verb not in VERBS:

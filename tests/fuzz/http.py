@@ -35,9 +35,12 @@ from tests.fuzz.pipelines import (
     draw,
     read_by_h11,
 )
-from tests.integration.bare_runner import RunOrder, start_order
-from tests.integration.proxy_stack import R0, TAG, NatsServer, Stack, running_stack
-from tests.integration.replica_runner import NoMetrics
+from tests.support.paths import ROOT
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.bare_runner import RunOrder, start_order
+from tests.support.stacks.proxy_stack import R0, TAG, Stack, running_stack
+from tests.support.stacks.replica_runner import NoMetrics
+from tests.support.waiting import eventually
 
 BATCH: Final = 200
 AT_ONCE: Final = 24
@@ -79,14 +82,14 @@ class Client:
             wanted = len(expected.methods) if expected.end == INCOMPLETE else 1 << 30
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 while len(self.statuses) < wanted:
-                    await self._read_answer(reader, expected)
+                    await self._check_result(reader, expected)
                 self.has_left = True
                 return
             self.is_ended = True
         finally:
             writer.transport.abort()
 
-    async def _read_answer(self, reader: asyncio.StreamReader, expected: Reading) -> None:
+    async def _check_result(self, reader: asyncio.StreamReader, expected: Reading) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         status = int(head[9:12])
         if status < 200:
@@ -155,14 +158,15 @@ class World:
     async def settled(self) -> None:
         """Until nothing is under way; raises TimeoutError when that never comes about."""
         proxy = self.stack.proxy
-        async with asyncio.timeout(_GUARD_S):
-            while (  # noqa: ASYNC110 - what is given back is told to nobody
-                proxy.http.in_flight
-                or proxy.http.connections
-                or proxy._dispatcher.calls
-                or any(router.in_flight for router in proxy._ingress.routes.routers.values())
-            ):
-                await asyncio.sleep(0.005)
+        await eventually(
+            lambda: (
+                not proxy.http.in_flight
+                and not proxy.http.connections
+                and not proxy._dispatcher.calls
+                and not any(router.in_flight for router in proxy._ingress.routes.routers.values())
+            ),
+            within_s=_GUARD_S,
+        )
 
     async def run(self, pipelines: list[Pipeline], seed: int) -> None:
         """One batch."""
@@ -209,7 +213,7 @@ class World:
 @contextlib.asynccontextmanager
 async def running_world() -> AsyncIterator[World]:
     """Everything up; at its end nothing may be left."""
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     with tempfile.TemporaryDirectory() as directory:
         server = NatsServer(Path(directory))
         server.start()

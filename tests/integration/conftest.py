@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.integration.postgres_server import PostgresServer
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.stacks.proxy_stack import Stack, running_stack
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +25,24 @@ def breakable_postgres() -> Iterator[PostgresServer]:
     """A Postgres of one module, not started yet: to be killed, frozen and started again."""
     with PostgresServer() as server:
         yield server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A nats-server of one test, to be killed, frozen and started again."""
+    with NatsServer(tmp_path / "nats") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A nats-server that the tests of a module share: leave it running."""
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture
+async def stack(server: NatsServer) -> AsyncIterator[Stack]:
+    """A proxy in this process, beside the nats-server of the test."""
+    async with running_stack(server) as stack:
+        yield stack

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     sent: bytes
     answers: Sequence[Statuses] = (OK,)
     """One for each request of ``sent`` that is answered, with all statuses that are right."""
-    is_kept: bool | None = True
+    is_retained: bool | None = True
     """True: the next request is answered too. False: it is not even begun, the connection is closed. None: either."""
     reached: Sequence[str] = ()
     """Method and path of what the replica may see, in order; all of it when every answer has to be 200."""
@@ -65,15 +65,15 @@ def good(
     reached: Sequence[str] = SEEN_GET,
     body: bytes | None = None,
     *,
-    is_kept: bool | None = True,
+    is_retained: bool | None = True,
 ) -> Case:
     """Answered 200."""
-    return Case(name, sent, (OK,) * len(reached), is_kept, reached, body)
+    return Case(name, sent, (OK,) * len(reached), is_retained, reached, body)
 
 
 def bad(name: str, sent: bytes, statuses: Statuses = BAD, reached: Sequence[str] = ()) -> Case:
     """Refused, and nothing that follows is believed. ``reached``: what may have been begun before that was known."""
-    return Case(name, sent, (statuses,), is_kept=False, reached=reached)
+    return Case(name, sent, (statuses,), is_retained=False, reached=reached)
 
 
 def either(
@@ -81,12 +81,12 @@ def either(
     sent: bytes,
     statuses: Statuses,
     *,
-    is_kept: bool | None = None,
+    is_retained: bool | None = None,
     reached: Sequence[str] = (),
     body: bytes | None = None,
 ) -> Case:
     """Where more than one answer is safe."""
-    return Case(name, sent, (statuses,), is_kept, reached, body)
+    return Case(name, sent, (statuses,), is_retained, reached, body)
 
 
 GOOD: Final = [
@@ -99,9 +99,11 @@ GOOD: Final = [
         (*SEEN_GET, *SEEN_POST, *SEEN_GET),
     ),
     good("fifty pipelined requests", get() * 50, SEEN_GET * 50),
-    good("the end of the connection is wanted", get(b"Connection: close\r\n"), is_kept=False),
-    good("its end is wanted in capitals, among others", get(b"Connection: Foo, CLOSE\r\n"), is_kept=False),
-    good("HTTP/1.0 without a Host", b"GET /echo/case HTTP/1.0\r\n\r\n", is_kept=False),
+    good("the end of the connection is wanted", get(b"Connection: close\r\n"), is_retained=False),
+    good(
+        "its end is wanted in capitals, among others", get(b"Connection: Foo, CLOSE\r\n"), is_retained=False
+    ),
+    good("HTTP/1.0 without a Host", b"GET /echo/case HTTP/1.0\r\n\r\n", is_retained=False),
     good("HTTP/1.0 that wants to go on", get(b"Connection: keep-alive\r\n", version=b"HTTP/1.0")),
     good("the absolute form", get(target=b"http://other.example/echo/case?x=1")),
     good("a HEAD", b"HEAD /echo/case HTTP/1.1\r\n" + HOST + b"\r\n", (f"HEAD {OWN}",)),
@@ -161,19 +163,19 @@ GOOD: Final = [
         get(
             b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
         ),
-        is_kept=None,
+        is_retained=None,
     ),
     good(
         "an upgrade with a body",
         post(b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n", b"hi"),
         SEEN_POST,
         b"hi",
-        is_kept=None,
+        is_retained=None,
     ),
     good(
         "upgrades to several protocols",
         get(b"Connection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: websocket\r\n"),
-        is_kept=False,
+        is_retained=False,
     ),
     good("a Host with a port", b"GET /echo/case HTTP/1.1\r\nHost: a_b.example:80\r\n\r\n"),
     good("a Host that is an address", b"GET /echo/case HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n"),
@@ -222,21 +224,21 @@ CODINGS: Final = [
         "a length, and chunks",
         post(b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n", b"0\r\n\r\n" + _SMUGGLED),
         OK_OR_BAD,
-        is_kept=False,
+        is_retained=False,
         reached=SEEN_POST,
     ),
     either(
         "chunks, and a length",
         post(b"Transfer-Encoding: chunked\r\nContent-Length: 6\r\n", b"0\r\n\r\n" + _SMUGGLED),
         OK_OR_BAD,
-        is_kept=False,
+        is_retained=False,
         reached=SEEN_POST,
     ),
     either(
         "a length of nothing, and chunks",
         post(b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n", b"1\r\nx\r\n0\r\n\r\n"),
         OK_OR_BAD,
-        is_kept=False,
+        is_retained=False,
         reached=SEEN_POST,
     ),
     bad("chunks that are not last", chunked(b"0\r\n\r\n", b"chunked, identity"), frozenset({400, 501})),
@@ -279,7 +281,7 @@ CODINGS: Final = [
         "chunks in HTTP/1.0",
         b"POST /echo/case HTTP/1.0\r\nTransfer-Encoding: chunked\r\nConnection: keep-alive\r\n\r\n1\r\nx\r\n0\r\n\r\n",
         OK_OR_BAD,
-        is_kept=False,
+        is_retained=False,
         reached=SEEN_POST,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Final, final
@@ -12,6 +11,7 @@ from nats.aio.client import Client
 from serve_common.nats.client import close_nats, login_arguments
 from serve_common.nats.login import build_login
 from serve_common.runtime.settings import BusSettings
+from tests.support.waiting import eventually
 
 _WITHIN_S: Final = 60.0
 _REFUSED_WITHIN_S: Final = 20.0
@@ -62,11 +62,12 @@ class Intruder:
         await self.client.flush(timeout=int(_WITHIN_S))
         # The library tells errors in a task of its own, and in small letters.
         try:
-            async with asyncio.timeout(_REFUSED_WITHIN_S):
-                while not any(  # noqa: ASYNC110 - the library tells no more
+            await eventually(
+                lambda: any(
                     "permissions" in text and f'"{subject.lower()}"' in text for text in self._refusals
-                ):
-                    await asyncio.sleep(0.005)
+                ),
+                within_s=_REFUSED_WITHIN_S,
+            )
         except TimeoutError:
             return False
         return True

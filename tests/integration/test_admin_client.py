@@ -23,7 +23,7 @@ from nats.micro.service import ServiceConfig
 from muster.client import Stack, StackAddress, connect_stack
 from muster.secrets import Secrets, generate
 from serve_common.api.commands import ChangeReply, Deploy
-from serve_common.api.queries import GetStatus
+from serve_common.api.queries import GetDeploymentInfo, GetStatus
 from serve_common.api.verbs import ErrorView
 from serve_common.api.views import GoalStatus, GoalView
 from serve_common.config.backend import BackendConfig
@@ -38,13 +38,12 @@ from serve_common.errors import (
 )
 from serve_common.names import EndpointTag, GoalId
 from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
-from tests.identities import lay_out_nats
-from tests.integration.held_port import HeldPort
-from tests.integration.nats_server import until_known
+from tests.support.identities import lay_out_nats
+from tests.support.servers.nats_server import until_known
+from tests.support.servers.reserved_port import HeldPort
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects()
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
 NEVER_S = 3600.0
@@ -89,7 +88,7 @@ class NatsServer:
     def close(self) -> None:
         """For good."""
         self.kill()
-        self._held_port.let_go()
+        self._held_port.release()
 
     def address(self, user: str = "admin", password: str | None = None) -> StackAddress:
         return StackAddress(
@@ -168,11 +167,11 @@ async def test_values_and_errors_travel_through_a_real_micro_service(server: Nat
         ),
         reach(server) as stack,
     ):
-        reply = await stack.admin.deploy(msgspec.structs.replace(DEPLOY, request_id="mine"))
+        reply = await stack.admin.call(msgspec.structs.replace(DEPLOY, request_id="mine"))
         assert reply == ChangeReply(goal_id=GoalId("mine"), updating=True)
         assert await stack.admin.wait_for_goal(GoalId("goal-1"), deadline_s=5) == done
         with pytest.raises(NotFound) as caught:
-            await stack.admin.get_deployment_info("x")
+            await stack.admin.call(GetDeploymentInfo(name="x"))
         assert str(caught.value) == refusal.message
 
 
@@ -180,7 +179,7 @@ async def test_no_controller_is_known_at_once_and_said_with_the_address(server: 
     async with reach(server, retry_for_s=0.1) as stack:
         # Not after a time-out: this one would never come.
         with pytest.raises(TransientError, match=f"no controller answers at nats://127.0.0.1:{server.port}"):
-            await stack.admin._requester.ask(GetStatus(), attempt_s=NEVER_S)
+            await stack.admin.call(GetStatus(), attempt_s=NEVER_S)
         stack.caller._retry_for_s = 0.1
         with pytest.raises(TransientError, match="no proxy answers calls"):
             await stack.caller.call("digits", b"", headers={}, timeout_s=NEVER_S)
@@ -209,7 +208,7 @@ async def test_a_deploy_survives_the_death_of_nats_and_a_controller_that_comes_l
         asyncio.TaskGroup() as tasks,
     ):
         healing = tasks.create_task(heal())
-        assert await stack.admin.deploy(DEPLOY) == reply
+        assert await stack.admin.call(DEPLOY) == reply
         is_answered.set()
         await healing
 
@@ -231,7 +230,7 @@ async def test_a_request_under_way_ends_when_nats_dies_and_not_at_its_time_out(s
         async with reach(server, retry_for_s=0.1) as stack, asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(kill_once_heard())
             with pytest.raises(TransientError):
-                await stack.admin._requester.ask(GetStatus(), attempt_s=NEVER_S)
+                await stack.admin.call(GetStatus(), attempt_s=NEVER_S)
             await killing
 
 
@@ -252,7 +251,7 @@ async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
     async with controller(server, deploy=lambda _body: ChangeReply(goal_id=GoalId("g"), updating=True)):
         with pytest.raises(BusAuthorizationFailed, match="does not allow the user 'proxy'"):
             async with reach(server, "proxy", retry_for_s=0.1) as stack:
-                await stack.admin._requester.ask(DEPLOY, attempt_s=NEVER_S)
+                await stack.admin.call(DEPLOY, attempt_s=NEVER_S)
 
 
 async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path: Path) -> None:
@@ -269,7 +268,7 @@ async def test_what_nats_cannot_carry_is_refused_by_its_size(server: NatsServer)
     huge = msgspec.structs.replace(DEPLOY, backend_config=BackendConfig(user_config="x" * 1_100_000))
     async with reach(server) as stack:
         with pytest.raises(BadField, match="NATS carries at most 1048576"):
-            await stack.admin.deploy(huge)
+            await stack.admin.call(huge)
 
 
 async def test_a_call_reaches_the_gateways_and_bears_headers_both_ways(server: NatsServer) -> None:

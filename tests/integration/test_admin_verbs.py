@@ -23,12 +23,16 @@ from serve_common.api.commands import (
     DeployApplication,
     DeploymentSpec,
     DrainHost,
+    PauseAutoscaling,
+    Request,
+    ResumeAutoscaling,
     Rollback,
     Scale,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
+    Shutdown,
     UndrainHost,
     UpdateBackendConfig,
 )
@@ -39,10 +43,10 @@ from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
 from serve_common.errors import NotFound
 from serve_controller.adapters.load_windows import YOUNG_S
-from tests.integration.admin_desk import BAD_CODE, CODE, SOON_S, TRACEBACK, AdminDesk
 from tests.integration.admin_refusals import REFUSALS
-from tests.integration.control_plane import NatsServer
-from tests.integration.postgres_server import PostgresServer
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.stacks.admin_desk import BAD_CODE, CODE, SOON_S, TRACEBACK, AdminDesk
 
 pytestmark = [
     pytest.mark.integration,
@@ -54,12 +58,6 @@ ASKED: set[str] = set()
 """Verbs that were answered with success in this module."""
 
 
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
-        yield server
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
@@ -68,17 +66,13 @@ def quiet() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[AdminDesk]:
+async def shared(shared_server: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[AdminDesk]:
     """A desk that all tests share, with two backends and an endpoint that sends to one of them."""
-    async with AdminDesk.opened(nats, postgres_server) as desk:
+    async with AdminDesk.opened(shared_server, postgres_server) as desk:
         for name in ("left", "right"):
-            await desk.done(
-                await desk.admin.create_backend(CreateBackend(backend_tag=name, replica_config=CODE))
-            )
+            await desk.done(await desk.admin.call(CreateBackend(backend_tag=name, replica_config=CODE)))
         await desk.done(
-            await desk.admin.create_endpoint(
-                CreateEndpoint(endpoint="fork", traffic={"left": 1.0}, route="/fork")
-            )
+            await desk.admin.call(CreateEndpoint(endpoint="fork", traffic={"left": 1.0}, route="/fork"))
         )
         yield desk
 
@@ -86,15 +80,14 @@ async def shared(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIter
 @pytest.fixture
 def desk(shared: AdminDesk, monkeypatch: pytest.MonkeyPatch) -> AdminDesk:
     """The same, remembering which verbs were asked."""
-    asker = shared.admin._requester
-    ask = asker.ask
+    call = shared.admin.call
 
-    async def ask_and_remember(request: Any, **options: Any) -> Any:
-        reply = await ask(request, **options)
-        ASKED.update(verb for verb, (kind, _) in {**COMMANDS, **QUERIES}.items() if kind is type(request))
+    async def call_and_remember(request: Request[Any], **options: Any) -> Any:
+        reply = await call(request, **options)
+        ASKED.add(request.verb)
         return reply
 
-    monkeypatch.setattr(asker, "ask", ask_and_remember)
+    monkeypatch.setattr(shared.admin, "call", call_and_remember)
     return shared
 
 
@@ -107,61 +100,61 @@ def deploy(name: str, version: str | None = "v1", **fields: Any) -> Deploy:
 
 async def test_a_deployment_from_its_first_version_to_its_end(desk: AdminDesk) -> None:
     admin = desk.admin
-    first = await admin.deploy(deploy("life", route_prefix="/life"))
+    first = await admin.call(deploy("life", route_prefix="/life"))
     assert first.updating
     goal_id = await desk.done(first)
-    info = await admin.get_deployment_info("life")
+    info = await admin.call(q.GetDeploymentInfo(name="life"))
     assert (info.status, info.version, info.route_prefix) == (DeploymentStatus.HEALTHY, "v1", "/life")
     assert (info.goal_id, info.goal_status) == (goal_id, GoalStatus.SUCCEEDED)
     assert [r.state for r in info.replicas] == ["running"]
 
-    again = await admin.deploy(deploy("life", route_prefix="/life"))
+    again = await admin.call(deploy("life", route_prefix="/life"))
     assert (again.goal_id, again.updating) == (goal_id, False)
-    await desk.done(await admin.deploy(deploy("life", "v2", prev_version="v1", route_prefix="/life")))
-    unversioned = await admin.deploy(deploy("life", None, route_prefix="/life"))
+    await desk.done(await admin.call(deploy("life", "v2", prev_version="v1", route_prefix="/life")))
+    unversioned = await admin.call(deploy("life", None, route_prefix="/life"))
     assert unversioned.updating
     await desk.done(unversioned)
-    assert [r.version for r in await admin.get_revisions(q.GetRevisions(name="life"))] == [None, "v2", "v1"]
-    await desk.done(await admin.rollback(Rollback(name="life", to="v2")))
-    assert (await admin.get_deployment_info("life")).version == "v2"
+    assert [r.version for r in await admin.call(q.GetRevisions(name="life"))] == [None, "v2", "v1"]
+    await desk.done(await admin.call(Rollback(name="life", to="v2")))
+    assert (await admin.call(q.GetDeploymentInfo(name="life"))).version == "v2"
 
-    await desk.done(await admin.delete_deployment("life"))
+    await desk.done(await admin.call(DeleteDeployment(name="life")))
     with pytest.raises(NotFound):
-        await admin.get_deployment_info("life")
-    assert "default/life" not in {d.name for d in await admin.list_deployments()}
-    listed = await admin.list_deployments(q.ListDeployments(include_deleted=True))
+        await admin.call(q.GetDeploymentInfo(name="life"))
+    assert "default/life" not in {d.name for d in await admin.call(q.ListDeployments())}
+    listed = await admin.call(q.ListDeployments(include_deleted=True))
     (gone,) = (d for d in listed if d.name == "default/life")
     assert gone.status is DeploymentStatus.DELETED
-    (short,) = (s for s in await admin.get_snapshot() if s.name == "default/life")
+    (short,) = (s for s in await admin.call(q.GetSnapshot()) if s.name == "default/life")
     assert (short.class_name, short.version, short.route) == ("Model", "v2", "/life")
     assert short.start_time < (short.end_time or 0.0)
-    nobody = await admin.delete_deployment(DeleteDeployment(name="nobody"))
+    nobody = await admin.call(DeleteDeployment(name="nobody"))
     assert (nobody.goal_id, nobody.updating) == (None, False)
 
 
 async def test_a_version_that_cannot_start_fails_with_the_users_traceback_and_the_old_one_serves_on(
     desk: AdminDesk,
 ) -> None:
-    await desk.done(await desk.admin.deploy(deploy("brave", route_prefix="/brave")))
-    before = (await desk.admin.get_deployment_info("brave")).replicas
+    await desk.done(await desk.admin.call(deploy("brave", route_prefix="/brave")))
+    before = (await desk.admin.call(q.GetDeploymentInfo(name="brave"))).replicas
     config = BackendConfig(max_constructor_retry_count=2)
     bad = Deploy(
         name="brave", version="v2", replica_config=BAD_CODE, backend_config=config, route_prefix="/x"
     )
-    goal = await desk.ended((await desk.admin.deploy(bad)).goal_id)
+    goal = await desk.ended((await desk.admin.call(bad)).goal_id)
     assert (goal.status, goal.error) == (GoalStatus.FAILED, TRACEBACK)
-    info = await desk.admin.get_deployment_info("brave")
+    info = await desk.admin.call(q.GetDeploymentInfo(name="brave"))
     assert (info.version, info.route_prefix, info.replicas) == ("v1", "/brave", before)
     assert "ValueError: no weights" in info.message
 
 
 async def test_a_goal_tells_its_progress_and_who_waits_for_a_replaced_one_is_told_so(desk: AdminDesk) -> None:
     config = BackendConfig(num_replicas=1_000)
-    pending = await desk.admin.deploy(deploy("crowd", backend_config=config))
+    pending = await desk.admin.call(deploy("crowd", backend_config=config))
     assert pending.goal_id is not None
     waited = await desk.call("wait_for_goal", goal_id=pending.goal_id, timeout_s=0)
     assert waited.status is GoalStatus.PENDING
-    newer = await desk.admin.deploy(deploy("crowd"))
+    newer = await desk.admin.call(deploy("crowd"))
     view = await desk.ended(pending.goal_id)
     assert (view.status, view.error) == (GoalStatus.SUPERSEDED, f"replaced by {newer.goal_id}")
     await desk.done(newer)
@@ -190,24 +183,24 @@ def application(*names: str, version: str = "v1", bad: str = "") -> DeployApplic
 
 async def test_an_application_is_deployed_changed_and_deleted_as_one(desk: AdminDesk) -> None:
     admin = desk.admin
-    await desk.done(await admin.deploy_application(application("front", "model")))
-    (shop,) = await admin.get_all_applications()
+    await desk.done(await admin.call(application("front", "model")))
+    (shop,) = await admin.call(q.GetAllApplications())
     assert (shop.name, shop.status, shop.route_prefix) == ("shop", DeploymentStatus.HEALTHY, "/shop")
     assert (shop.ingress, shop.deployments) == ("shop/front", ["shop/front", "shop/model"])
 
-    failed = await admin.deploy_application(application("front", "model", version="v2", bad="model"))
+    failed = await admin.call(application("front", "model", version="v2", bad="model"))
     goal = await desk.ended(failed.goal_id)
     assert goal.status is GoalStatus.FAILED
     assert goal.error.startswith("shop/model: ")
-    assert (await admin.get_deployment_info("shop/front")).version == "v1", "all or nothing"
+    assert (await admin.call(q.GetDeploymentInfo(name="shop/front"))).version == "v1", "all or nothing"
 
-    await desk.done(await admin.deploy_application(application("front", "other")))
-    assert {d.name for d in await admin.list_deployments() if d.application == "shop"} == {
+    await desk.done(await admin.call(application("front", "other")))
+    assert {d.name for d in await admin.call(q.ListDeployments()) if d.application == "shop"} == {
         "shop/front",
         "shop/other",
     }
-    await desk.done(await admin.delete_application(DeleteApplication(name="shop")))
-    assert await admin.get_all_applications() == []
+    await desk.done(await admin.call(DeleteApplication(name="shop")))
+    assert await admin.call(q.GetAllApplications()) == []
 
 
 # -- backends, endpoints, traffic --------------------------------------------------------------------------------------
@@ -218,33 +211,27 @@ async def test_a_backend_is_made_updated_and_deleted(desk: AdminDesk) -> None:
     made = CreateBackend(
         backend_tag="solo", replica_config=CODE, backend_config=BackendConfig(max_queued_requests=7)
     )
-    goal_id = await desk.done(await admin.create_backend(made))
-    again = await admin.create_backend(made)
+    goal_id = await desk.done(await admin.call(made))
+    again = await admin.call(made)
     assert (again.goal_id, again.updating) == (goal_id, False)
-    await desk.done(
-        await admin.update_backend_config(UpdateBackendConfig(backend_tag="solo", config={"num_replicas": 2}))
-    )
-    config = await admin.get_backend_config(q.GetBackendConfig(backend_tag="solo"))
+    await desk.done(await admin.call(UpdateBackendConfig(backend_tag="solo", config={"num_replicas": 2})))
+    config = await admin.call(q.GetBackendConfig(backend_tag="solo"))
     assert (config.backend_config.num_replicas, config.backend_config.max_queued_requests) == (2, 7)
-    (view,) = (b for b in await admin.get_all_backends() if b.backend_tag == "default/solo")
+    (view,) = (b for b in await admin.call(q.GetAllBackends()) if b.backend_tag == "default/solo")
     assert (view.status, len(view.replicas)) == (DeploymentStatus.HEALTHY, 2)
     assert {r.host_id for r in view.replicas} == {"host-1", "host-2"}, "spread by default"
-    await desk.done(await admin.delete_backend(DeleteBackend(backend_tag="solo", force_kill=True)))
-    assert (await admin.delete_backend(DeleteBackend(backend_tag="solo"))).goal_id is None
+    await desk.done(await admin.call(DeleteBackend(backend_tag="solo", force_kill=True)))
+    assert (await admin.call(DeleteBackend(backend_tag="solo"))).goal_id is None
 
 
 async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_deleted(desk: AdminDesk) -> None:
     admin = desk.admin
     made = CreateEndpoint(endpoint="canary", traffic={"left": 1.0}, route="/canary", methods=["GET"])
-    goal_id = await desk.done(await admin.create_endpoint(made))
-    assert (await admin.create_endpoint(made)).goal_id == goal_id
-    await desk.done(
-        await admin.set_traffic(SetTraffic(endpoint="canary", weights={"left": 0.75, "right": 0.25}))
-    )
-    await desk.done(
-        await admin.shadow_traffic(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0.5))
-    )
-    (view,) = (e for e in await admin.get_all_endpoints() if e.endpoint_tag == "default/canary")
+    goal_id = await desk.done(await admin.call(made))
+    assert (await admin.call(made)).goal_id == goal_id
+    await desk.done(await admin.call(SetTraffic(endpoint="canary", weights={"left": 0.75, "right": 0.25})))
+    await desk.done(await admin.call(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0.5)))
+    (view,) = (e for e in await admin.call(q.GetAllEndpoints()) if e.endpoint_tag == "default/canary")
     assert (view.route, view.methods, view.options) == ("/canary", ["GET"], EndpointOptions())
     assert view.traffic == {"default/left": 0.75, "default/right": 0.25}
     assert view.shadows == {"default/right": 0.5}
@@ -253,20 +240,18 @@ async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_dele
     assert getattr(routed, "shadows", None) == {"default/right": 0.5}, (
         "the proxy has it once the goal succeeded"
     )
-    await desk.done(
-        await admin.shadow_traffic(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0))
-    )
-    (view,) = (e for e in await admin.get_all_endpoints() if e.endpoint_tag == "default/canary")
+    await desk.done(await admin.call(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0)))
+    (view,) = (e for e in await admin.call(q.GetAllEndpoints()) if e.endpoint_tag == "default/canary")
     assert view.shadows == {}
     options = SetEndpointOptions(endpoint="canary", options={"backend_header": "X-To"})
-    await desk.done(await admin.set_endpoint_options(options))
+    await desk.done(await admin.call(options))
     routed = desk.plane.proxy.snapshots["endpoints.default.canary"].content
     assert getattr(routed, "options", None) == EndpointOptions(backend_header="X-To")
-    assert not (await admin.set_endpoint_options(options)).updating
-    await desk.done(await admin.delete_endpoint(DeleteEndpoint(endpoint="canary")))
+    assert not (await admin.call(options)).updating
+    await desk.done(await admin.call(DeleteEndpoint(endpoint="canary")))
     assert desk.plane.proxy.snapshots["endpoints.default.canary"].content is None
-    assert (await admin.delete_endpoint(DeleteEndpoint(endpoint="canary"))).goal_id is None
-    assert {b.backend_tag for b in await admin.get_all_backends()} >= {"default/left", "default/right"}
+    assert (await admin.call(DeleteEndpoint(endpoint="canary"))).goal_id is None
+    assert {b.backend_tag for b in await admin.call(q.GetAllBackends())} >= {"default/left", "default/right"}
 
 
 # -- numbers of replicas that follow the load --------------------------------------------------------------------------
@@ -278,29 +263,29 @@ async def test_a_user_wins_over_the_autoscaling_and_a_load_that_nobody_can_read_
     admin = desk.admin
     scaling = AutoscalingConfig(min_replicas=2, max_replicas=4, metrics_interval_s=1)
     config = BackendConfig(autoscaling_config=scaling)
-    await desk.done(await admin.deploy(deploy("followed", backend_config=config)))
-    assert len((await admin.get_deployment_info("followed")).replicas) == 2
+    await desk.done(await admin.call(deploy("followed", backend_config=config)))
+    assert len((await admin.call(q.GetDeploymentInfo(name="followed"))).replicas) == 2
     # Nothing is missed of a proxy that has just begun, so the load counts as known until this one is YOUNG_S old.
     told = await desk.until_told("autoscaling", "default.followed", state="held", timeout_s=YOUNG_S + SOON_S)
     held = next(event for event in told if isinstance(event, EventView) and event.state == "held")
-    (view,) = await admin.get_autoscaling()
+    (view,) = await admin.call(q.GetAutoscaling())
     assert (view.backend_tag, view.verdict, view.num_replicas) == ("default/followed", "held", 2)
     assert (view.seen, view.paused) == (None, "")
     # Which of the hosts and the proxy is named first follows from which of them is no longer young at that look.
     for why in (held.message, view.why):
         assert "no page of metrics is that of " in why
 
-    await desk.done(await admin.scale(Scale(backend_tag="followed", num_replicas=4)))
-    (view,) = await admin.get_autoscaling()
+    await desk.done(await admin.call(Scale(backend_tag="followed", num_replicas=4)))
+    (view,) = await admin.call(q.GetAutoscaling())
     assert (view.num_replicas, view.paused) == (4, "scale")
-    assert not (await admin.pause_autoscaling("followed")).updating
-    assert (await admin.resume_autoscaling("followed")).updating
-    (view,) = (await admin.get_status()).autoscaling
+    assert not (await admin.call(PauseAutoscaling(backend_tag="followed"))).updating
+    assert (await admin.call(ResumeAutoscaling(backend_tag="followed"))).updating
+    (view,) = (await admin.call(q.GetStatus())).autoscaling
     assert (view.num_replicas, view.paused) == (4, "")
-    load = await admin.get_load()
+    load = await admin.call(q.GetLoad())
     assert (load.endpoints, load.backends, load.unreachable) == ([], [], [])
-    await desk.done(await admin.delete_deployment("followed"))
-    assert await admin.get_autoscaling() == []
+    await desk.done(await admin.call(DeleteDeployment(name="followed")))
+    assert await admin.call(q.GetAutoscaling()) == []
 
 
 # -- hosts, proxies, options -------------------------------------------------------------------------------------------
@@ -309,29 +294,29 @@ async def test_a_user_wins_over_the_autoscaling_and_a_load_that_nobody_can_read_
 async def test_a_host_is_drained_and_taken_back(desk: AdminDesk) -> None:
     admin = desk.admin
     config = BackendConfig(num_replicas=2)
-    await desk.done(await admin.deploy(deploy("moving", backend_config=config)))
-    drained = await admin.drain_host(DrainHost(host_id="host-2"))
+    await desk.done(await admin.call(deploy("moving", backend_config=config)))
+    drained = await admin.call(DrainHost(host_id="host-2"))
     await desk.done(drained)
-    assert (await admin.drain_host(DrainHost(host_id="host-2"))).goal_id == drained.goal_id
-    hosts = {host.host_id: host for host in await admin.get_hosts()}
+    assert (await admin.call(DrainHost(host_id="host-2"))).goal_id == drained.goal_id
+    hosts = {host.host_id: host for host in await admin.call(q.GetHosts())}
     assert (hosts["host-2"].draining, hosts["host-2"].num_replicas) == (True, 0)
     assert hosts["host-1"].resources == {"CPU": 64.0}
-    assert {r.host_id for r in (await admin.get_deployment_info("moving")).replicas} == {"host-1"}
-    back = await admin.undrain_host(UndrainHost(host_id="host-2"))
+    assert {r.host_id for r in (await admin.call(q.GetDeploymentInfo(name="moving"))).replicas} == {"host-1"}
+    back = await admin.call(UndrainHost(host_id="host-2"))
     assert (back.goal_id, back.updating) == (None, True)
-    assert not any(host.draining for host in await admin.get_hosts())
+    assert not any(host.draining for host in await admin.call(q.GetHosts()))
 
 
 async def test_options_of_all_proxies_change_live_and_proxies_say_what_they_applied(desk: AdminDesk) -> None:
     admin = desk.admin
-    before = await admin.get_http_config()
-    await desk.done(await admin.set_http_options(SetHttpOptions(options={"request_timeout_s": 7})))
-    assert await admin.get_http_config() == msgspec.structs.replace(before, request_timeout_s=7.0)
+    before = await admin.call(q.GetHttpConfig())
+    await desk.done(await admin.call(SetHttpOptions(options={"request_timeout_s": 7})))
+    assert await admin.call(q.GetHttpConfig()) == msgspec.structs.replace(before, request_timeout_s=7.0)
     assert isinstance(before, HttpOptions)
-    (proxy,) = await admin.get_http_proxies()
+    (proxy,) = await admin.call(q.GetHttpProxies())
     newest = desk.plane.proxy.snapshots["http.options"].snapshot_id
     assert proxy.applied_snapshot_id >= newest > 0
-    status = await admin.get_status()
+    status = await admin.call(q.GetStatus())
     assert (status.controller_id, status.store_available) == ("controller-1", True)
     assert status.snapshot_id >= newest
     assert [p.proxy_id for p in status.proxies] == ["proxy-1"]
@@ -341,9 +326,9 @@ async def test_options_of_all_proxies_change_live_and_proxies_say_what_they_appl
 
 
 async def test_a_plan_tells_what_a_command_would_do_and_does_nothing(desk: AdminDesk) -> None:
-    await desk.done(await desk.admin.deploy(deploy("planned")))
-    before = await desk.admin.get_deployment_info("planned")
-    plan = await desk.admin.plan(deploy("planned", "v2"))
+    await desk.done(await desk.admin.call(deploy("planned")))
+    before = await desk.admin.call(q.GetDeploymentInfo(name="planned"))
+    plan = await desk.admin.call(q.Plan.for_command(deploy("planned", "v2")))
     assert plan.updating
     assert {(r.action, r.backend_tag) for r in plan.replicas} == {
         (PlannedAction.START, "default/planned"),
@@ -353,30 +338,30 @@ async def test_a_plan_tells_what_a_command_would_do_and_does_nothing(desk: Admin
     config = {"backend_tag": "planned", "config": {"user_config": 1}}
     plan = await desk.call("plan", verb="update_backend_config", request=config)
     assert [r.action for r in plan.replicas] == [PlannedAction.RECONFIGURE]
-    assert not (await desk.admin.plan(deploy("planned"))).updating
-    assert await desk.admin.get_deployment_info("planned") == before
+    assert not (await desk.admin.call(q.Plan.for_command(deploy("planned")))).updating
+    assert await desk.admin.call(q.GetDeploymentInfo(name="planned")) == before
 
 
 async def test_the_history_shows_who_changed_what_from_what_to_what(desk: AdminDesk) -> None:
     name = "audited"
-    await desk.done(await desk.admin.deploy(deploy(name)))
+    await desk.done(await desk.admin.call(deploy(name)))
     change = UpdateBackendConfig(backend_tag=name, config={"num_replicas": 2})
-    reply = await desk.admin.update_backend_config(change)
+    reply = await desk.admin.call(change)
     await desk.done(reply)
-    newest, first = await desk.admin.get_history(q.GetHistory(subject=name))
+    newest, first = await desk.admin.call(q.GetHistory(subject=name))
     assert (newest.verb, newest.subject, newest.goal_id) == (
         "update_backend_config",
         f"default/{name}",
         reply.goal_id,
     )
-    assert "@" in newest.who, "the client says who it is"
+    assert "@" in newest.principal, "the client says who it is"
     assert newest.request == {"backend_tag": name, "config": {"num_replicas": 2}}
     assert (num_replicas(newest.old, name), num_replicas(newest.new, name)) == (1, 2)
     assert num_replicas(first.old, name) is None
-    assert newest.epoch == (await desk.admin.get_status()).epoch
-    (older,) = await desk.admin.get_history(q.GetHistory(subject=name, before=newest.id))
+    assert newest.epoch == (await desk.admin.call(q.GetStatus())).epoch
+    (older,) = await desk.admin.call(q.GetHistory(subject=name, before=newest.id))
     assert older.id == first.id
-    assert len(await desk.admin.get_history(q.GetHistory(limit=1))) == 1
+    assert len(await desk.admin.call(q.GetHistory(limit=1))) == 1
 
 
 def num_replicas(side: Any, name: str) -> Any:
@@ -386,10 +371,10 @@ def num_replicas(side: Any, name: str) -> Any:
 
 
 async def test_what_happens_is_published_and_can_be_asked_for(desk: AdminDesk) -> None:
-    reply = await desk.admin.deploy(deploy("eventful"))
+    reply = await desk.admin.call(deploy("eventful"))
     goal_id = await desk.done(reply)
     await desk.until_told("audit", "default.eventful", state="deploy")
-    (replica,) = (await desk.admin.get_deployment_info("eventful")).replicas
+    (replica,) = (await desk.admin.call(q.GetDeploymentInfo(name="eventful"))).replicas
     told = await desk.until_told(
         "replica", replica.replica_tag.replace("/", ".").replace("#", "."), state="running"
     )
@@ -404,7 +389,7 @@ async def test_what_happens_is_published_and_can_be_asked_for(desk: AdminDesk) -
         q.GetEvents(subject=goal_id),
         lambda of_goal: {event.state for event in of_goal} >= {"pending", "succeeded"},
     )
-    assert len(await desk.admin.get_events(q.GetEvents(limit=3))) == 3
+    assert len(await desk.admin.call(q.GetEvents(limit=3))) == 3
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -413,13 +398,11 @@ async def test_what_happens_is_published_and_can_be_asked_for(desk: AdminDesk) -
 async def test_every_refusal_has_its_code_its_status_and_the_path_of_its_field_and_changes_nothing(
     desk: AdminDesk,
 ) -> None:
-    await desk.done(await desk.admin.deploy(deploy("fixed")))
-    await desk.done(await desk.admin.deploy(deploy("used")))
+    await desk.done(await desk.admin.call(deploy("fixed")))
+    await desk.done(await desk.admin.call(deploy("used")))
+    await desk.done(await desk.admin.call(SetTraffic(endpoint="fork", weights={"left": 0.5, "used": 0.5})))
     await desk.done(
-        await desk.admin.set_traffic(SetTraffic(endpoint="fork", weights={"left": 0.5, "used": 0.5}))
-    )
-    await desk.done(
-        await desk.admin.shadow_traffic(ShadowTraffic(endpoint="fork", backend_tag="right", proportion=0.1))
+        await desk.admin.call(ShadowTraffic(endpoint="fork", backend_tag="right", proportion=0.1))
     )
     before = await recorded(desk)
     wrong = []
@@ -436,14 +419,16 @@ async def test_every_refusal_has_its_code_its_status_and_the_path_of_its_field_a
 
 async def test_a_backup_is_fetched_checked_and_restored(desk: AdminDesk) -> None:
     admin = desk.admin
-    await desk.done(await admin.deploy(deploy("kept", route_prefix="/kept")))
+    await desk.done(await admin.call(deploy("kept", route_prefix="/kept")))
     data = await admin.fetch_backup()
-    await desk.done(await admin.deploy(deploy("kept", "v2", route_prefix="/kept")))
-    await desk.done(await admin.deploy(deploy("later")))
+    await desk.done(await admin.call(deploy("kept", "v2", route_prefix="/kept")))
+    await desk.done(await admin.call(deploy("later")))
     before = await recorded(desk)
     checked = await admin.send_backup(data, confirm=False)
     assert "deployments" in checked.summary
     assert checked.goal_ids == []
+    assert checked.plan is not None
+    assert {each.backend_tag for each in checked.plan.replicas} == {"default/kept", "default/later"}
     assert await recorded(desk) == before, "it was only checked"
 
     reply = await admin.send_backup(data, confirm=True)
@@ -452,11 +437,11 @@ async def test_a_backup_is_fetched_checked_and_restored(desk: AdminDesk) -> None
     for goal_id in reply.goal_ids:
         goal = await desk.ended(goal_id)
         assert goal.status is GoalStatus.SUCCEEDED, goal.error
-    kept = await admin.get_deployment_info("kept")
+    kept = await admin.call(q.GetDeploymentInfo(name="kept"))
     assert (kept.status, kept.version, kept.route_prefix) == (DeploymentStatus.HEALTHY, "v1", "/kept")
     with pytest.raises(NotFound):
-        await admin.get_deployment_info("later")
-    (entry,) = await admin.get_history(q.GetHistory(limit=1))
+        await admin.call(q.GetDeploymentInfo(name="later"))
+    (entry,) = await admin.call(q.GetHistory(limit=1))
     assert (entry.verb, entry.request["backup"]) == ("restore", reply.summary)
 
 
@@ -473,13 +458,13 @@ async def recorded(desk: AdminDesk) -> list[tuple[str, str, str]]:
 
 
 async def test_goals_and_everything_else_survive_a_controller_that_is_killed(desk: AdminDesk) -> None:
-    done = await desk.done(await desk.admin.deploy(deploy("survivor", route_prefix="/survivor")))
+    done = await desk.done(await desk.admin.call(deploy("survivor", route_prefix="/survivor")))
     desk.plane.host.runtime.hold_constructors()
     config = BackendConfig(num_replicas=64, max_replicas_per_host=64)
-    pending = await desk.admin.deploy(deploy("unfinished", backend_config=config))
+    pending = await desk.admin.call(deploy("unfinished", backend_config=config))
     assert pending.goal_id is not None
-    history = await desk.admin.get_history(q.GetHistory(subject="survivor"))
-    deployments = [d.name for d in await desk.admin.list_deployments()]
+    history = await desk.admin.call(q.GetHistory(subject="survivor"))
+    deployments = [d.name for d in await desk.admin.call(q.ListDeployments())]
 
     (leader,) = desk.plane.controllers
     leader.signal(signal.SIGKILL)
@@ -490,9 +475,9 @@ async def test_goals_and_everything_else_survive_a_controller_that_is_killed(des
     assert view.status is GoalStatus.PENDING
     desk.plane.host.runtime.release_constructors()
     assert (await desk.ended(pending.goal_id)).status is GoalStatus.SUCCEEDED
-    assert await desk.admin.get_history(q.GetHistory(subject="survivor")) == history
-    assert [d.name for d in await desk.admin.list_deployments()] == deployments
-    info = await desk.admin.get_deployment_info("survivor")
+    assert await desk.admin.call(q.GetHistory(subject="survivor")) == history
+    assert [d.name for d in await desk.admin.call(q.ListDeployments())] == deployments
+    info = await desk.admin.call(q.GetDeploymentInfo(name="survivor"))
     assert (info.status, info.route_prefix) == (DeploymentStatus.HEALTHY, "/survivor")
     # Events of the former leader are known, too, though no new one needs to wait for that.
     await desk.until_kept(
@@ -501,16 +486,16 @@ async def test_goals_and_everything_else_survive_a_controller_that_is_killed(des
 
 
 async def test_shutdown_returns_its_goals_and_empties_everything(desk: AdminDesk) -> None:
-    reply = await desk.admin.shutdown()
+    reply = await desk.admin.call(Shutdown(confirm="everything"))
     assert len(reply.goal_ids) == len(set(reply.goal_ids)) > 0
     for goal_id in reply.goal_ids:
         assert (await desk.ended(goal_id)).status is GoalStatus.SUCCEEDED
-    status = await desk.admin.get_status()
+    status = await desk.admin.call(q.GetStatus())
     assert (status.deployments, sum(host.num_replicas for host in status.hosts)) == ([], 0)
-    assert await desk.admin.get_all_backends() == []
-    assert await desk.admin.get_all_endpoints() == []
+    assert await desk.admin.call(q.GetAllBackends()) == []
+    assert await desk.admin.call(q.GetAllEndpoints()) == []
     assert desk.plane.host.running == set()
-    assert (await desk.admin.shutdown()).goal_ids == []
+    assert (await desk.admin.call(Shutdown(confirm="everything"))).goal_ids == []
 
 
 async def test_this_module_has_asked_every_verb() -> None:

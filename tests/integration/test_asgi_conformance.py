@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -26,7 +25,8 @@ import websockets.asyncio.client
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from yarl import URL
 
-from tests.integration.bare_stack import BareStack
+from tests.support.paths import APPS
+from tests.support.stacks.bare_stack import BareStack
 
 pytestmark = [
     pytest.mark.integration,
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-APP_DIR = Path(__file__).with_name("asgi_app")
+APP_DIR = APPS / "asgi_app"
 APPS = {"/star": "features:starlette_app", "/fast/api": "features:fastapi_app"}
 HOST = "example.test:81"
 MIB = 1024 * 1024

@@ -12,27 +12,28 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from bench.scaling.clients import Clients
 from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
-from muster.embedded import EmbeddedStack, StackOptions
+from muster.embedded import EmbeddedStack
 from muster.secrets import Secrets
 from serve_common.api.commands import Deploy
-from serve_common.api.queries import GetEvents
+from serve_common.api.queries import GetAutoscaling, GetDeploymentInfo, GetEvents
 from serve_common.api.views import AutoscalingView, EventView, GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
-from tests.bench.scaling.clients import Clients
+from tests.support.paths import APPS
+from tests.support.servers.reserved_port import ANY_PORTS
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-APP_DIR = Path(__file__).parent / "scaling_app"
+APP_DIR = APPS / "scaling_app"
 LIMIT_S = 90.0
 """For whatever comes about by and by, on a busy machine; measured it is on a quiet one, by `make bench-scaling`."""
 QUICK = AutoscalingConfig(
@@ -68,19 +69,19 @@ class Scaled:
             ),
             backend_config=BackendConfig(max_concurrent_queries=4, autoscaling_config=config),
         )
-        reply = await self.admin.deploy(command)
+        reply = await self.admin.call(command)
         assert reply.goal_id is not None
         goal = await self.admin.wait_for_goal(reply.goal_id, deadline_s=LIMIT_S)
         assert goal.status is GoalStatus.SUCCEEDED, goal
 
     async def view(self) -> AutoscalingView:
         """What its autoscaling says."""
-        (view,) = await self.admin.get_autoscaling()
+        (view,) = await self.admin.call(GetAutoscaling())
         return view
 
     async def running(self) -> int:
         """Replicas that serve."""
-        info = await self.admin.get_deployment_info("waiting")
+        info = await self.admin.call(GetDeploymentInfo(name="waiting"))
         return sum(replica.state == "running" for replica in info.replicas)
 
     async def until(self, is_so: Callable[[int, AutoscalingView], Any], what: str) -> AutoscalingView:
@@ -97,8 +98,7 @@ class Scaled:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scaled(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scaled]:
-    options = StackOptions(http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0)
-    async with EmbeddedStack(tmp_path_factory.mktemp("scaled"), options) as stack:
+    async with EmbeddedStack(tmp_path_factory.mktemp("scaled"), ANY_PORTS) as stack:
         record = stack.record
         file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
         async with connect_stack(StackAddress(urls=(record.nats_url,), credentials_file=file)) as reached:
@@ -125,7 +125,7 @@ async def test_replicas_follow_a_load_from_none_and_back_to_none_and_lose_no_req
     told: list[EventView] = []
     async with asyncio.timeout(LIMIT_S):  # they are kept a moment after what they tell of
         while not {"woken", "down"} <= {event.state for event in told}:
-            events = await scaled.admin.get_events(GetEvents(subject="waiting", limit=1000))
+            events = await scaled.admin.call(GetEvents(subject="waiting", limit=1000))
             told = [event for event in events if event.kind == "autoscaling"]
     assert all(" replicas: " in event.message for event in told if event.state != "held")
 

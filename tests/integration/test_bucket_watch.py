@@ -22,7 +22,7 @@ from serve_common.nats.client import close_nats, connect_nats
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import SnapshotBucket, bucket_config
-from tests.integration.nats_server import NatsServer, until_known
+from tests.support.servers.nats_server import NatsServer, until_known
 
 pytestmark = pytest.mark.integration
 
@@ -88,10 +88,10 @@ class Stack:
         self.held: dict[str, tuple[int, bytes | None]] = {}
         self.wholes: list[dict[str, tuple[int, bytes | None]]] = []
         self.news = asyncio.Event()
-        self.watch = BucketWatch(router, SUBJECTS, self._hear)
+        self.watch = BucketWatch(router, SUBJECTS, self._on_message)
         self.bucket: KeyValue
 
-    def _hear(self, entries: Entries, whole: bool) -> None:
+    def _on_message(self, entries: Entries, whole: bool) -> None:
         if whole:
             self.wholes.append(dict(entries))
             self.held = dict(entries)
@@ -234,7 +234,7 @@ async def test_a_change_that_was_lost_on_the_way_is_found_by_the_next_one(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_watch, "POSITION_CHECK_S", 60.0)
-    hear = BucketWatch._hear
+    hear = BucketWatch._on_message
     lost = [False]
 
     async def lose(watch: BucketWatch, message: Msg) -> None:
@@ -243,7 +243,7 @@ async def test_a_change_that_was_lost_on_the_way_is_found_by_the_next_one(
             return
         await hear(watch, message)
 
-    monkeypatch.setattr(BucketWatch, "_hear", lose)
+    monkeypatch.setattr(BucketWatch, "_on_message", lose)
     async with running(server, filled=3) as stack:
         await stack.until(lambda: len(stack.held) == 3)
         lost[0] = True

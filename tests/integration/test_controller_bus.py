@@ -7,8 +7,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import msgspec
@@ -35,9 +34,9 @@ from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.shell import leadership
 from serve_controller.shell.boundary import OpenBoundary
 from serve_controller.shell.service import ControllerService
-from tests.integration.nats_server import NatsServer, connected
-from tests.simulation.twins.memory_store import MemoryStore
 from tests.simulation.world import SilentTelemetry
+from tests.support.memory_store import MemoryStore
+from tests.support.servers.nats_server import NatsServer, connected
 
 pytestmark = pytest.mark.integration
 
@@ -45,23 +44,6 @@ SOON_S = 15.0
 """Much less than what would be waited for otherwise, and enough for a busy machine."""
 LIMIT_S = 30.0
 """For what takes a moment on a quiet machine, and has no limit of its own on a busy one."""
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    if server.process is not None:
-        server.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +113,7 @@ class Caller:
     async def call(self, verb: str, **fields: Any) -> Any:
         message = await self.send(verb, msgspec.json.encode(fields))
         assert "Nats-Service-Error-Code" not in (message.headers or {}), message.data
-        return msgspec.json.decode(message.data, type=VERBS[verb][1])
+        return msgspec.json.decode(message.data, type=VERBS[verb].reply_type())
 
     async def refused(self, verb: str, payload: bytes) -> ErrorView:
         message = await self.send(verb, payload)
@@ -523,15 +505,15 @@ async def test_who_reports_in_the_name_of_a_host_or_proxy_that_lives_is_not_beli
 
     await client.subscribe(subjects.events, cb=hear)
     await report()
-    await eventually(lambda: status_of(stack, seen))
+    await eventually(lambda: get_status(stack, seen))
     deployed = await stack.caller.call("deploy", **deploy_fields("a"))
 
-    async def is_told() -> bool:
+    async def is_notified() -> bool:
         await report()
         return {event.kind for event in told} == {"host", "proxy"}
 
-    await eventually(is_told)
-    status = await status_of(stack, seen)
+    await eventually(is_notified)
+    status = await get_status(stack, seen)
     assert status is not None
     assert [(host.host_id, host.status) for host in status.hosts] == [("host-1", "live")]
     assert [(proxy.status, proxy.applied_snapshot_id) for proxy in status.proxies] == [("live", 0)]
@@ -588,7 +570,7 @@ async def test_a_flood_of_wakes_is_not_listened_to_and_holds_up_no_backend_that_
         await close_nats(sender)
 
 
-async def status_of(stack: Stack, seen: list[bytes]) -> StatusView | None:
+async def get_status(stack: Stack, seen: list[bytes]) -> StatusView | None:
     """None before host and proxy are heard of."""
     message = await stack.caller.send("get_status", b"{}")
     seen.append(message.data)
@@ -696,13 +678,13 @@ async def test_terms_one_after_another_leave_nothing_behind(stack: Stack) -> Non
     await eventually(lambda: has_one_voice(stack))
 
 
-async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_server: NatsServer) -> None:
-    async with Stack(own_server) as stack:
+async def test_nats_killed_and_started_again_and_the_controller_goes_on(server: NatsServer) -> None:
+    async with Stack(server) as stack:
         await stack.deploy("a")
-        own_server.kill()
+        server.kill()
         async with asyncio.timeout(LIMIT_S):
             await stack.controller.disconnected.wait()
-        own_server.start()
+        server.start()
         async with asyncio.timeout(LIMIT_S):
             await stack.controller.reconnected.wait()
         await stack.caller.until_leading()
@@ -714,17 +696,17 @@ async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_serv
         assert stack.controller.failures == []
 
 
-async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_server: NatsServer) -> None:
-    async with Stack(own_server) as stack:
+async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(server: NatsServer) -> None:
+    async with Stack(server) as stack:
         first = stack.controller
-        own_server.kill()
+        server.kill()
         async with asyncio.timeout(LIMIT_S):
             await first.disconnected.wait()
         # Another one leads: this one's lease is refused, and it stays a standby.
         stack.store.controller_id, stack.store.epoch = ControllerId("other"), stack.store.epoch + 1
         stack.store.lease_expires_at = time.monotonic() + 3600
         await eventually(lambda: _is(first.service.term is None))
-        own_server.start()
+        server.start()
         async with asyncio.timeout(LIMIT_S):
             await first.reconnected.wait()
         # Connected by itself could still mean the connection from before.
@@ -738,9 +720,9 @@ async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_serv
         assert first.failures == []
 
 
-async def test_stopping_while_nats_is_away_takes_little_time(own_server: NatsServer) -> None:
-    async with Stack(own_server) as stack:
-        own_server.kill()
+async def test_stopping_while_nats_is_away_takes_little_time(server: NatsServer) -> None:
+    async with Stack(server) as stack:
+        server.kill()
         async with asyncio.timeout(LIMIT_S):
             await stack.controller.disconnected.wait()
         begun = time.monotonic()

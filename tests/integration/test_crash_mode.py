@@ -15,20 +15,21 @@ import msgspec
 import pytest
 from nats.js.errors import KeyNotFoundError
 
+from serve_common.api.queries import GetDeploymentInfo
 from serve_common.api.views import DeploymentStatus, GoalStatus, GoalView
 from serve_controller.shell.boundary import EFFECTS
-from tests.integration.control_plane import (
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.stacks.control_plane import (
     CHANGE_LIMIT_S,
     ROOT,
     ControllerProcess,
     ControlPlane,
-    NatsServer,
     deploy_request,
     eventually,
 )
-from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 AT_ONCE = 6
 STRAY_KEY = "backends.default.stray"
@@ -167,10 +168,10 @@ async def _tell_story(plane: ControlPlane) -> list[GoalView]:
     """What a client does, retrying as it is promised to work: three changes, each waited for."""
     ended = []
     for request in (deploy_request("a", "v1"), deploy_request("b", "v1"), deploy_request("a", "v2")):
-        reply = await plane.admin.deploy(request)
+        reply = await plane.admin.call(request)
         assert reply.goal_id is not None
         ended.append(await plane.admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S))
-        again = await plane.admin.deploy(request)
+        again = await plane.admin.call(request)
         assert again.goal_id == reply.goal_id, "the same change is the same goal"
     return ended
 
@@ -196,7 +197,7 @@ async def _is_at_rest(plane: ControlPlane) -> bool:
     """What is recorded, what runs, what the bucket holds and what is routed are the same."""
     running: set[str] = set()
     for name, version in (("a", "v2"), ("b", "v1")):
-        info = await plane.admin.get_deployment_info(name)
+        info = await plane.admin.call(GetDeploymentInfo(name=name))
         replicas = {replica.replica_tag for replica in info.replicas}
         assert info.version == version
         if info.status is not DeploymentStatus.HEALTHY or len(replicas) != 2:

@@ -39,13 +39,12 @@ from muster.embedded.stack import choose_ports
 from muster.secrets import NAMES, Secrets
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
-from tests.identities import bus_settings
+from tests.support.identities import bus_settings
+from tests.support.servers.reserved_port import ANY_PORTS
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-ANY_PORTS = StackOptions(
-    http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0, num_cpus=1
-)
+ONE_CPU = msgspec.structs.replace(ANY_PORTS, num_cpus=1)
 TOLD_LIMIT_S = 50.0
 """Less than a start may take: what cannot get better is not waited for."""
 SERVICES = ("controller", "replica-host", "proxy")
@@ -100,7 +99,7 @@ class Heard:
 def make_stack(
     state: Path,
     heard: Heard,
-    options: StackOptions = ANY_PORTS,
+    options: StackOptions = ONE_CPU,
     substitute: Callable[[ProcessSpec], ProcessSpec] = stand_in,
 ) -> EmbeddedStack:
     return EmbeddedStack(
@@ -319,16 +318,16 @@ async def test_a_taken_http_port_is_named_and_a_taken_nats_port_replaced(tmp_pat
         port = taken.getsockname()[1]
         with pytest.raises(PortTaken, match=f"port {port} "):
             await make_stack(
-                tmp_path / "state", Heard(), msgspec.structs.replace(ANY_PORTS, http_port=port)
+                tmp_path / "state", Heard(), msgspec.structs.replace(ONE_CPU, http_port=port)
             ).start()
         heard = Heard()
-        options = msgspec.structs.replace(ANY_PORTS, nats_port=port)
+        options = msgspec.structs.replace(ONE_CPU, nats_port=port)
         async with make_stack(tmp_path / "state", heard, options) as stack:
             assert heard.notices == [f"port {port} is taken, so NATS listens on {stack.record.ports['nats']}"]
 
 
 def test_ports_belong_to_the_stack_from_their_choice_on() -> None:
-    chosen = choose_ports(ANY_PORTS, {})
+    chosen = choose_ports(ONE_CPU, {})
     assert len(set(chosen.by_use.values())) == len(chosen.by_use)
     for port in chosen.by_use.values():
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -337,6 +336,19 @@ def test_ports_belong_to_the_stack_from_their_choice_on() -> None:
             pass
     for holder in chosen.holders:
         holder.close()
+
+
+def test_two_stacks_that_start_at_once_have_ports_of_their_own() -> None:
+    before = choose_ports(ONE_CPU, {})
+    for holder in before.holders:
+        holder.close()
+    options = msgspec.structs.replace(ONE_CPU, nats_port=before.by_use["nats"])
+    one, other = choose_ports(options, before.by_use), choose_ports(options, before.by_use)
+    for holder in [*one.holders, *other.holders]:
+        holder.close()
+    assert one.by_use == before.by_use, "what has ended claims nothing"
+    assert set(other.by_use.values()).isdisjoint(one.by_use.values())
+    assert other.notices == [f"port {options.nats_port} is taken, so NATS listens on {other.by_use['nats']}"]
 
 
 async def test_a_service_that_cannot_start_ends_the_whole_start(tmp_path: Path) -> None:

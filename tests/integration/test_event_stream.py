@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
 from nats.aio.subscription import Subscription
 from nats.js.api import StreamConfig
+from structlog.testing import capture_logs
 
+from muster.client.address import StackAddress
+from muster.client.requests import Feed, listen_to_stack
 from serve_common.api.views import EventView, GoalStatus, GoalView
+from serve_common.errors import BusUnavailable
 from serve_common.names import GoalId
-from serve_common.nats.client import close_nats
+from serve_common.nats.client import close_nats, join_log_sink
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.options import BusOptions
+from serve_common.protocol.logs import LogFilter, ReplayRecentLogs
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
+from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
+from serve_common.telemetry.log_lines import encode_line
 from serve_controller.adapters import jetstream as event_stream
 from serve_controller.adapters.jetstream import EventStream, recent_events
-from tests.integration.nats_server import NatsServer, connected, until_known
+from tests.support.servers.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration
 
@@ -87,23 +98,6 @@ async def until(
 
 async def subjects_heard(subscription: Subscription, count: int) -> list[str]:
     return [(await subscription.next_msg(timeout=20)).subject for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    if server.process is not None:
-        server.kill()
 
 
 @pytest.fixture
@@ -224,8 +218,8 @@ async def test_closing_sends_what_waits_and_drops_what_comes_later(side: Side) -
     assert side.events.dropped == 1
 
 
-async def test_the_newest_events_wait_while_nats_is_away_and_then_go_out(own_server: NatsServer) -> None:
-    side = Side(own_server)
+async def test_the_newest_events_wait_while_nats_is_away_and_then_go_out(server: NatsServer) -> None:
+    side = Side(server)
     await side.open()
     side.events.start()
     side.tell("before")
@@ -244,22 +238,22 @@ async def test_the_newest_events_wait_while_nats_is_away_and_then_go_out(own_ser
     await side.close()
 
 
-async def test_a_server_that_lost_everything_gets_its_stream_again(own_server: NatsServer) -> None:
-    side = Side(own_server)
+async def test_a_server_that_lost_everything_gets_its_stream_again(server: NatsServer) -> None:
+    side = Side(server)
     await side.open()
     side.events.start()
     side.tell("before")
     await side.kept(1)
     await side.lose_server()
-    own_server.forget()
+    server.forget()
     side.tell("meanwhile")
     await side.regain_server()
     assert [view.subject for view in await side.kept(1)] == ["meanwhile"]
     await side.close()
 
 
-async def test_closing_while_nats_is_away_takes_little_time(own_server: NatsServer) -> None:
-    side = Side(own_server)
+async def test_closing_while_nats_is_away_takes_little_time(server: NatsServer) -> None:
+    side = Side(server)
     await side.open()
     side.events.start()
     await side.lose_server()
@@ -267,3 +261,94 @@ async def test_closing_while_nats_is_away_takes_little_time(own_server: NatsServ
     async with asyncio.timeout(20):  # as above
         await side.events.close()
     await side.close()
+
+
+# Log lines over a real bus: published, recalled, and followed while NATS goes and comes back.
+
+SUBJECTS = Subjects()
+
+
+@pytest.fixture
+async def relays(server: NatsServer) -> AsyncIterator[dict[str, LogForwarder]]:
+    """Of a replica over the data plane's connection, and of a host over nats-py."""
+    relays = {kind: LogForwarder(None, {"service": kind}, SystemClock()) for kind in ("replica", "host")}
+    bus = BusConnection(BusOptions(servers=[server.url]), random.Random(1))
+    await bus.connect(20)
+    replica = NatsLogSink(relays["replica"], SUBJECTS, "replica", "default/a#1")
+    replica.join(bus)
+    client = await connected(server, SUBJECTS)
+    host = NatsLogSink(relays["host"], SUBJECTS, "host", "h1")
+    await join_log_sink(host, client)
+    await bus.flush(20)
+    await until_known(client)
+    yield relays
+    await replica.close()
+    await host.close()
+    await bus.close()
+    await close_nats(client)
+
+
+def say(relay: LogForwarder, message: str, **fields: Any) -> None:
+    relay.offer(encode_line({"message": message, "level": "info", **fields}))
+
+
+async def hear(feed: Feed, is_enough: Callable[[set[tuple[str, str]]], bool]) -> set[tuple[str, str]]:
+    """Subjects and messages, until it is enough."""
+    heard: set[tuple[str, str]] = set()
+    async with asyncio.timeout(30):
+        while not is_enough(heard):
+            piece = await feed.receive()
+            assert piece is not None
+            heard |= {(piece.subject, json.loads(line)["message"]) for line in piece.payload.splitlines()}
+    return heard
+
+
+async def test_lines_are_followed_over_a_restart_of_nats(
+    server: NatsServer, relays: dict[str, LogForwarder]
+) -> None:
+    wanted = {("serve.log.replica.default.a.1", "before"), ("serve.log.host.h1", "before")}
+    async with listen_to_stack(StackAddress(urls=(server.url,)), [SUBJECTS.logs()]) as feed:
+        for relay in relays.values():
+            say(relay, "before")
+        assert await hear(feed, lambda heard: len(heard) == 2) == wanted
+        server.kill()
+        server.start()
+
+        async def go_on() -> None:
+            while True:
+                for relay in relays.values():
+                    say(relay, "after")
+                await asyncio.sleep(0.2)
+
+        async with asyncio.TaskGroup() as group:
+            going = group.create_task(go_on())
+            heard = await hear(
+                feed, lambda heard: len({subject for subject, said in heard if said == "after"}) == 2
+            )
+            going.cancel()
+    assert {subject for subject, _ in heard} == {subject for subject, _ in wanted}
+
+
+async def test_what_was_said_before_is_told_to_who_asks_and_to_nobody_else(
+    server: NatsServer, relays: dict[str, LogForwarder]
+) -> None:
+    for kind, relay in relays.items():
+        for number in range(300):
+            say(relay, f"{kind} {number}", level=("info", "error")[number % 2])
+        relay.flush()
+    address = StackAddress(urls=(server.url,))
+    asked = ReplayRecentLogs(token="t1", limit=2, filter=LogFilter(level="warning"))
+    async with listen_to_stack(address, [SUBJECTS.recalled_log("t1")]) as feed:
+        await feed.publish(SUBJECTS.log_replay, b"no question")
+        await feed.publish(SUBJECTS.log_replay, msgspec.json.encode(asked))
+        assert await hear(feed, lambda heard: len(heard) == 4) == {
+            (f"serve.log.recalled.t1.{kind}", f"{kind} {number}") for kind in relays for number in (297, 299)
+        }
+
+
+async def test_a_nats_that_does_not_answer_is_one_error_and_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.client.nats._CONNECT_S", 0.5)
+    with capture_logs() as logs, pytest.raises(BusUnavailable, match="Connect call failed"):
+        async with listen_to_stack(StackAddress(urls=("nats://127.0.0.1:1",)), [SUBJECTS.logs()]):
+            pass
+    assert logs == []

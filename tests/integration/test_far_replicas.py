@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,10 +12,10 @@ import pytest_asyncio
 
 from serve_common.protocol.frames import ResponseHead
 from serve_common.protocol.reports import ReplicaStatus
-from tests.integration.ray_cluster import AT_HOME, ELSEWHERE, HOST, Cluster
+from tests.support.servers.ray_cluster import AT_HOME, ELSEWHERE, HOST, Cluster
+from tests.support.waiting import eventually
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
@@ -48,7 +47,7 @@ class Broken:
         raise RuntimeError("the model file is missing")
 """
 
-SAID, ANSWERED, ONGOING, CONNECTED = (
+SAID, RESPONDED, ONGOING, CONNECTED = (
     "tests_said_total",
     "serve_replica_request_seconds_count",
     "serve_replica_ongoing_seconds_total",
@@ -75,7 +74,7 @@ async def test_replicas_on_both_nodes_answer_and_what_they_count_and_print_is_on
     # Users' counters are written at once, those of requests twice a second.
     await host.until_shown(
         lambda shown: (
-            (shown.get(SAID), shown.get(ANSWERED), shown.get(CONNECTED)) == (6, 6, 2)
+            (shown.get(SAID), shown.get(RESPONDED), shown.get(CONNECTED)) == (6, 6, 2)
             and shown.get(ONGOING, 0) > 0
         )
     )
@@ -140,10 +139,8 @@ async def test_nothing_of_a_replica_that_ends_in_order_is_lost_and_a_killed_one_
 
     assert {name: value for name, value in counted.items() if counted_after.get(name, -1.0) < value} == {}
     assert f"process {reports[staying.replica_tag].pid} on " in dead[staying.replica_tag].error
-    async with asyncio.timeout(30):
-        # Its gauges leave the page also when it is only silent; its files are folded once its end is known.
-        while list((cluster.directory / "host").rglob("*-*.db")):  # noqa: ASYNC110 - they are files
-            await asyncio.sleep(0.05)
+    # Its gauges leave the page also when it is only silent; its files are folded once its end is known.
+    await eventually(lambda: not list((cluster.directory / "host").rglob("*-*.db")))
 
 
 async def test_a_machine_that_dies_takes_its_replicas_and_its_resources_along(cluster: Cluster) -> None:

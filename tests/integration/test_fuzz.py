@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.fuzz import admin, http
 from tests.fuzz.pipelines import BAD, GOOD, draw, read_by_h11
-from tests.integration.control_plane import NatsServer
-from tests.integration.postgres_server import PostgresServer
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SEED = 20
 PIPELINES = 1_500
 CALLS = 150
-
-
-@pytest.fixture
-def nats(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path) as server:
-        yield server
 
 
 @pytest.fixture
@@ -47,9 +40,9 @@ def test_the_pipelines_are_of_all_kinds_and_drawn_again_the_same() -> None:
 
 
 async def test_admin_calls_of_any_form_are_answered_and_refused_ones_change_nothing(
-    nats: NatsServer, postgres: PostgresServer
+    server: NatsServer, postgres: PostgresServer
 ) -> None:
-    outcome = await admin.fuzz(SEED, CALLS, nats, postgres)
+    outcome = await admin.fuzz(SEED, CALLS, server, postgres)
     assert outcome.found == []
     assert outcome.counts["200"] > 10
     assert outcome.counts["400"] > 30

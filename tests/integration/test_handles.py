@@ -39,8 +39,8 @@ from serve_common.protocol.reports import Wake
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from tests.integration.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack, wait_until
-from tests.integration.nats_server import until_known
+from tests.support.servers.nats_server import until_known
+from tests.support.stacks.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -55,7 +55,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandleStack]:
     try:
         leaves = (f"{LEAF}#0", f"{ROLLED}#0", f"{ROLLED}#1")
         stack.start(*(stack.order("Leaf", tag) for tag in leaves))
-        stack.start(stack.order("Middle", f"{MIDDLE}#0", companions={BackendTag(ROLLED): 2}))
+        stack.start(stack.order("Middle", f"{MIDDLE}#0", peer_versions={BackendTag(ROLLED): 2}))
         versions = {f"{ROLLED}#0": 1, f"{ROLLED}#1": 2}
         replicas = {LEAF: leaves[:1], ROLLED: leaves[1:], MIDDLE: [f"{MIDDLE}#0"]}
         asyncio.run(stack.write_bucket(replicas, versions))
@@ -280,17 +280,17 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
     async with asyncio.TaskGroup() as tasks:
         hearing = tasks.create_task(said.next_msg(40))
         inside = tasks.create_task(ask_inside())
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         while not hearing.done():
             await asyncio.wait({hearing, inside}, return_when=asyncio.FIRST_COMPLETED)
             if inside.done():  # that process has not heard yet that the deployment sleeps
-                began_at = time.monotonic()
+                started_at = time.monotonic()
                 inside = tasks.create_task(ask_inside())
         assert msgspec.json.decode(hearing.result().data, type=Wake) == Wake(backend_tag=LEAF, waiting=1)
         await said.next_msg(20)  # it is said again
         await stack.write_bucket({LEAF: [f"{LEAF}#0"]})
         assert await inside == [2]
-        took_s = time.monotonic() - began_at
+        took_s = time.monotonic() - started_at
     await controller.close()
 
     def waited_for(tag: str) -> float:

@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_controller.shell.leadership import LEASE_TTL_S
 from serve_replica_host.adapters.control_bus import ControlBus
-from tests.integration.nats_server import NatsServer
-from tests.integration.postgres_server import PostgresServer
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 UNHEALTHY_AFTER_S = 1.0
 OK = (200, "ok\n")
@@ -106,23 +108,13 @@ async def running(module: str, environment: Mapping[str, str]) -> AsyncIterator[
         await tasks.close(1.0)
 
 
-@pytest.fixture
-def nats(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    if server.process is not None:
-        server.process.send_signal(signal.SIGCONT)
-        server.kill()
-
-
 PROXY = {"MUSTER_HTTP_PORT": "0", "MUSTER_PROXY_ID": "p"}
 
 
 @pytest.fixture
-async def services(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[list[Service]]:
+async def services(server: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[list[Service]]:
     dsn, password = await postgres_server.make_database()
-    bus = {"MUSTER_NATS_URL": nats.url}
+    bus = {"MUSTER_NATS_URL": server.url}
     store = {"MUSTER_POSTGRES_DSN": dsn, "MUSTER_POSTGRES_PASSWORD": password}
     async with (
         running("serve_controller", {**bus, **store}) as first,
@@ -135,31 +127,31 @@ async def services(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIt
 
 
 async def test_a_bus_that_is_away_makes_unready_and_one_that_is_silent_makes_unhealthy(
-    services: list[Service], nats: NatsServer
+    services: list[Service], server: NatsServer
 ) -> None:
-    nats.kill()
+    server.kill()
     for service in services:
         await service.until("/readyz", 503, "NATS")
     await asyncio.sleep(1.5 * UNHEALTHY_AFTER_S)  # what must not come has no event
     for service in services:
         assert await service.get("/healthz") == OK
-    nats.start()
+    server.start()
     for service in services:
         await service.until("/readyz", 200)
         await service.until("/healthz", 200)
 
-    assert nats.process is not None
-    nats.process.send_signal(signal.SIGSTOP)
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
     for service in services:
         await service.until("/healthz", 503, "connected to NATS, which has not answered a ping for ")
-    nats.process.send_signal(signal.SIGCONT)
+    server.process.send_signal(signal.SIGCONT)
     for service in services:
         await service.until("/healthz", 200)
         await service.until("/readyz", 200)
 
 
-async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_so(nats: NatsServer) -> None:
-    environment = {**PROXY, "MUSTER_NATS_URL": nats.url, "MUSTER_PROXY_PROCESSES": "2"}
+async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_so(server: NatsServer) -> None:
+    environment = {**PROXY, "MUSTER_NATS_URL": server.url, "MUSTER_PROXY_PROCESSES": "2"}
     async with running("serve_proxy", environment) as parent:
         await parent.until("/healthz", 200)
         await parent.until("/readyz", 503, "process 2: the bucket of snapshots was not read yet")
@@ -181,10 +173,10 @@ def pid_of_process(parent: Service, number: int) -> int:
     return next((event["pid"] for event in started if event["process"] == number), 0)
 
 
-async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -> None:
+async def test_a_hosts_connection_tells_silence_from_absence(server: NatsServer) -> None:
     bus = ControlBus(
         BusSettings(
-            servers=[nats.url], user="", password="", inbox_prefix="_INBOX_host", subject_prefix="serve"
+            servers=[server.url], user="", password="", inbox_prefix="_INBOX_host", subject_prefix="serve"
         ),
         HostId("h1"),
         on_goal=lambda _: None,
@@ -199,21 +191,16 @@ async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -
     tasks.start(bus.run(), "bus")
     tasks.start(pulse.run(), "pulse")
 
-    async def until(is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not is_so():  # noqa: ASYNC110 - health is asked for
-                await asyncio.sleep(0.02)
-
     try:
-        await until(lambda: bus.is_connected)
-        assert nats.process is not None
-        nats.process.send_signal(signal.SIGSTOP)
-        await until(lambda: pulse.health_error() is not None)
+        await eventually(lambda: bus.is_connected)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        await eventually(lambda: pulse.health_error() is not None)
         assert bus.is_connected
-        nats.process.send_signal(signal.SIGCONT)
-        await until(lambda: pulse.health_error() is None)
-        nats.kill()
-        await until(lambda: not bus.is_connected)
+        server.process.send_signal(signal.SIGCONT)
+        await eventually(lambda: pulse.health_error() is None)
+        server.kill()
+        await eventually(lambda: not bus.is_connected)
         await asyncio.sleep(0.5)  # longer than silence may last
         assert pulse.health_error() is None
     finally:
@@ -222,18 +209,18 @@ async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -
 
 
 async def test_a_leader_whose_postgres_hangs_says_so_and_is_not_ready(
-    nats: NatsServer, breakable_postgres: PostgresServer
+    server: NatsServer, breakable_postgres: PostgresServer
 ) -> None:
     """It resets no connection, so every attempt takes as long as it may; who waits for it has not stood still."""
     await asyncio.to_thread(breakable_postgres.start)
     dsn, password = await breakable_postgres.make_database()
     environment = {
-        "MUSTER_NATS_URL": nats.url,
+        "MUSTER_NATS_URL": server.url,
         "MUSTER_POSTGRES_DSN": dsn,
         "MUSTER_POSTGRES_PASSWORD": password,
         "MUSTER_UNHEALTHY_AFTER_S": "60",
     }
-    async with running("serve_controller", environment) as controller, nats_client(nats) as client:
+    async with running("serve_controller", environment) as controller, nats_client(server) as client:
         numbers = itertools.count(1)
 
         async def told() -> str:
@@ -273,8 +260,8 @@ async def test_a_leader_whose_postgres_hangs_says_so_and_is_not_ready(
 
 
 @asynccontextmanager
-async def nats_client(nats: NatsServer) -> AsyncIterator[Client]:
-    client = await nats_connect(nats.url)
+async def nats_client(server: NatsServer) -> AsyncIterator[Client]:
+    client = await nats_connect(server.url)
     try:
         yield client
     finally:
@@ -288,3 +275,129 @@ async def is_served(client: Client) -> bool:
     except NoRespondersError:
         return False
     return True
+
+
+# No service ends without a word: by an exception with a line of log and exit code 1, by order with 0.
+
+
+LIMIT_S = 240.0
+"""A guard: importing a service takes half a minute where many others want the machine."""
+BREAK_CONTROLLER = """
+from serve_controller.shell.leadership import Leadership as broken
+name = "run"
+"""
+BREAK_PROXY_TASK = """
+from serve_proxy.shell.reports import Reports as broken
+name = "run"
+"""
+BREAK_PROXY_START = """
+from serve_proxy.http.server import HttpServer as broken
+name = "start"
+"""
+BREAK_HOST = """
+from serve_replica_host.adapters.ray_runtime import RayRuntime
+from serve_replica_host.shell.host import HostShell as broken
+async def nothing(self): pass
+RayRuntime.open = RayRuntime.close = nothing
+name = "run"
+"""
+FAULT = """
+async def fail(*_, **__):
+    import asyncio
+    await asyncio.sleep(0)
+    raise OverflowError("cannot convert float infinity to integer")
+setattr(broken, name, fail)
+"""
+RUN = """
+import sys
+from {module}.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Not pytest's: Ray's sockets need a short path."""
+    with tempfile.TemporaryDirectory(prefix="ends-") as path:
+        yield Path(path)
+
+
+def environment(shared_server: NatsServer, directory: Path) -> Mapping[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+    return {
+        **inherited,
+        "MUSTER_NATS_URL": shared_server.url,
+        "MUSTER_NATS_PASSWORD": "unused",
+        "MUSTER_REPLICA_NATS_PASSWORD": "unused",
+        "MUSTER_POSTGRES_DSN": "postgresql://nobody@127.0.0.1:1/none",
+        "MUSTER_POSTGRES_PASSWORD": "unused",
+        "MUSTER_OPS_PORT": "0",
+        "MUSTER_HTTP_PORT": "0",
+        "MUSTER_PROXY_ID": "p",
+        "MUSTER_HOST_ID": "h",
+        "MUSTER_RAY_TEMP_DIR": str(directory / "ray"),
+        "MUSTER_METRICS_DIR": str(directory / "metrics"),
+    }
+
+
+@asynccontextmanager
+async def running_code(
+    code: str, shared_server: NatsServer, directory: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[dict[str, object]]]]:
+    """The process and the lines of its log, all of them once it has ended."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code),
+        env=environment(shared_server, directory),
+        stderr=asyncio.subprocess.PIPE,
+        limit=2**20,
+    )
+    lines: list[dict[str, object]] = []
+    try:
+        yield process, lines
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def until_ended(process: asyncio.subprocess.Process, lines: list[dict[str, object]]) -> int:
+    assert process.stderr is not None
+    async with asyncio.timeout(LIMIT_S):
+        text = await process.stderr.read()
+        lines += [json.loads(line) for line in text.splitlines() if line.startswith(b"{")]
+        return await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("module", "fault", "event"),
+    [
+        ("serve_controller", BREAK_CONTROLLER, "controller_failed"),
+        ("serve_proxy", BREAK_PROXY_TASK, "task_failed"),
+        ("serve_proxy", BREAK_PROXY_START, "proxy_failed"),
+        ("serve_replica_host", BREAK_HOST, "host_failed"),
+    ],
+    ids=["controller", "proxy, in a task", "proxy, at the start", "host"],
+)
+async def test_an_end_by_an_exception_is_logged_and_fails(
+    module: str, fault: str, event: str, shared_server: NatsServer, directory: Path
+) -> None:
+    async with running_code(fault + FAULT + RUN.format(module=module), shared_server, directory) as (
+        process,
+        lines,
+    ):
+        assert await until_ended(process, lines) == 1, lines[-3:]
+        told = [line for line in lines if line["event"] == event]
+        assert told, [line["event"] for line in lines]
+        assert "cannot convert float infinity" in json.dumps(told)
+        assert "OverflowError" in json.dumps(told), "where it was raised is told too"
+
+
+@pytest.mark.parametrize("module", ["serve_controller", "serve_proxy"])
+async def test_an_ordered_stop_succeeds(module: str, shared_server: NatsServer, directory: Path) -> None:
+    async with running_code(RUN.format(module=module), shared_server, directory) as (process, lines):
+        assert process.stderr is not None
+        async with asyncio.timeout(LIMIT_S):
+            while b"operations_port" not in await process.stderr.readline():
+                pass
+        process.send_signal(signal.SIGTERM)
+        assert await until_ended(process, lines) == 0, lines[-3:]

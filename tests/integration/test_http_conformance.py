@@ -20,9 +20,11 @@ import pytest_asyncio
 from serve_common.config.endpoint import METHODS
 from serve_common.names import BackendTag
 from serve_common.protocol.subjects import HTTP_KEY
-from tests.integration.fake_replica import FakeReplica
 from tests.integration.http_conformance_cases import CASES, OK, Case, chunked, get, post
-from tests.integration.proxy_stack import MIB, R0, NatsServer, Stack, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.fake_replica import FakeReplica
+from tests.support.stacks.proxy_stack import MIB, R0, Stack, running_stack
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
@@ -140,9 +142,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             await stack.applied(await stack.put_endpoint(methods=METHODS))
             yield World(stack, replica)
             router = stack.proxy._ingress.routes.routers[BackendTag("default/echo")]
-            async with asyncio.timeout(30):  # every slot is given back
-                while router.in_flight:  # noqa: ASYNC110 - it tells nobody
-                    await asyncio.sleep(0.01)
+            # every slot is given back
+            await eventually(lambda: not router.in_flight)
     finally:
         server.close()
 
@@ -159,15 +160,15 @@ async def test_raw_requests_are_answered_and_nothing_is_smuggled(world: World, c
     target = f"/echo/next/{next(_numbers)}"
     method = case.sent.partition(b" ")[0].decode("latin-1")
     async with world.client() as client:
-        is_followed = case.is_kept is not False or any(allowed != OK for allowed in case.answers)
+        is_followed = case.is_retained is not False or any(allowed != OK for allowed in case.answers)
         client.writer.write(case.sent + (get(target=target.encode()) if is_followed else b""))
         answers = [await client.answer(method) for _ in case.answers]
         assert None not in answers, "closed without an answer"
         statuses = [answer.status for answer in answers if answer is not None]
         assert all(status in allowed for status, allowed in zip(statuses, case.answers, strict=True)), answers
         following = await client.answer()
-        if case.is_kept is not None:
-            assert (following is not None) == case.is_kept, following
+        if case.is_retained is not None:
+            assert (following is not None) == case.is_retained, following
         if following is None:
             assert answers[-1] is not None
             assert answers[-1].says_close, "it was not said that the connection ends"

@@ -6,16 +6,15 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.call_replica import BIG_BYTES, serve_calls
-from tests.integration.proxy_stack import NatsServer, Stack, running_stack
+from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
+from tests.support.stacks.proxy_stack import Stack
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 SOURCES = Path(__file__).parent / "javascript"
 
@@ -33,20 +32,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(install, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return directory / "caller.js"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as stack:
-        yield stack
 
 
 async def answers(program: Path, url: str) -> dict[str, dict[str, Any]]:

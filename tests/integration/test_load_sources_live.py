@@ -22,9 +22,9 @@ from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.core.autoscaling.values import LoadSample
 from serve_controller.ports import LoadRequest, Targets
-from tests.integration.prometheus_server import PrometheusServer, scrape_config
+from tests.support.servers.prometheus_server import PrometheusServer, scrape_config
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 INTERVAL_S = 1.0
 LOOK_BACK_S = 4.0
@@ -297,8 +297,8 @@ class Strays:
         """Whether a page was held up in the window of ``reading``, which was made just now."""
         if reading.source != "scrape":
             return False
-        began_at = time.monotonic() - (reading.over_s or LOOK_BACK_S) - 2 * PERIOD_S
-        return any(at >= began_at and stray_s > STRAY_S_MAX for at, stray_s in self._found)
+        started_at = time.monotonic() - (reading.over_s or LOOK_BACK_S) - 2 * PERIOD_S
+        return any(at >= started_at and stray_s > STRAY_S_MAX for at, stray_s in self._found)
 
 
 async def test_a_scrape_names_who_does_not_answer(services: dict[str, Service]) -> None:

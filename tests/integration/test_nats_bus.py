@@ -8,8 +8,7 @@ import itertools
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from serve_common.api.verbs import WHO_HEADER, WHO_LENGTH_MAX, ErrorView
+from serve_common.api.verbs import PRINCIPAL_HEADER, PRINCIPAL_LENGTH_MAX, ErrorView
 from serve_common.api.views import EventView
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, HostId, ProxyId
@@ -26,7 +25,7 @@ from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport,
 from serve_common.protocol.subjects import Subjects
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.adapters.nats_bus import NatsBus
-from tests.integration.nats_server import NatsServer, connected, until_known
+from tests.support.servers.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +34,7 @@ class Ears:
     def __init__(self) -> None:
         self.reports: asyncio.Queue[HostReport | ProxyReport] = asyncio.Queue()
 
-    def hear(self, report: HostReport | ProxyReport) -> None:
+    def on_report(self, report: HostReport | ProxyReport) -> None:
         self.reports.put_nowait(report)
 
     def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
@@ -57,8 +56,8 @@ class Answers:
         self.who: list[str] = []
         self.size = 2
 
-    async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
-        self.who.append(who)
+    async def handle(self, verb: str, payload: bytes, principal: str) -> bytes:
+        self.who.append(principal)
         if verb == "get_deployment_info":
             raise NotFound("no such thing")
         return b" " * self.size
@@ -95,17 +94,9 @@ class Side:
         return await self.caller.request(self.subjects.admin(verb), b"", timeout=20, headers=headers)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-async def side(server: NatsServer) -> AsyncIterator[Side]:
-    side = Side(server)
+async def side(shared_server: NatsServer) -> AsyncIterator[Side]:
+    side = Side(shared_server)
     try:
         await side.open()
         yield side
@@ -118,9 +109,9 @@ async def side(server: NatsServer) -> AsyncIterator[Side]:
     [
         (None, ""),
         ({"Other": "x"}, ""),
-        ({WHO_HEADER: "ann@laptop"}, "ann@laptop"),
-        ({WHO_HEADER: "Zoë \t\x1b[31m\x00red"}, "Zoë [31m red"),
-        ({WHO_HEADER: "x" * 5000}, "x" * WHO_LENGTH_MAX),
+        ({PRINCIPAL_HEADER: "ann@laptop"}, "ann@laptop"),
+        ({PRINCIPAL_HEADER: "Zoë \t\x1b[31m\x00red"}, "Zoë [31m red"),
+        ({PRINCIPAL_HEADER: "x" * 5000}, "x" * PRINCIPAL_LENGTH_MAX),
     ],
 )
 async def test_who_asks_is_told_in_printable_characters(
@@ -133,7 +124,7 @@ async def test_who_asks_is_told_in_printable_characters(
 
 async def test_headers_that_are_no_text_do_not_cut_the_connection(side: Side) -> None:
     await side.lead()
-    block = b"NATS/1.0\r\n" + WHO_HEADER.encode() + b": \xff\xfe\r\n\xff: x\r\nno colon\r\n\r\n"
+    block = b"NATS/1.0\r\n" + PRINCIPAL_HEADER.encode() + b": \xff\xfe\r\n\xff: x\r\nno colon\r\n\r\n"
     inbox = side.caller.new_inbox()
     answers = await side.caller.subscribe(inbox)
     subject = side.subjects.admin("list_deployments")
@@ -215,7 +206,13 @@ async def test_of_many_reports_the_good_ones_are_heard_in_order(side: Side) -> N
         await side.caller.publish(
             proxy,
             msgspec.json.encode(
-                ProxyReport(proxy_id=ProxyId("p1"), sequence=number, started_at=1.0, applied_snapshot_id=2)
+                ProxyReport(
+                    proxy_id=ProxyId("p1"),
+                    incarnation="i",
+                    sequence=number,
+                    started_at=1.0,
+                    applied_snapshot_id=2,
+                )
             ),
         )
     reports = [await asyncio.wait_for(side.ears.reports.get(), 30) for _ in range(2000)]
@@ -223,9 +220,7 @@ async def test_of_many_reports_the_good_ones_are_heard_in_order(side: Side) -> N
         assert [r.sequence for r in reports if isinstance(r, kind)] == list(range(1000))
 
 
-async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(tmp_path: Path) -> None:
-    server = NatsServer(tmp_path)
-    server.start()
+async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(server: NatsServer) -> None:
     side = Side(server)
     try:
         await side.open()
@@ -233,8 +228,7 @@ async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(tmp_path: Pa
     except BaseException:
         await side.close()
         raise
-    finally:
-        server.kill()
+    server.kill()
     side.bus.publish_event("host", "h1", b"{}")
     this = asyncio.current_task()
     async with asyncio.timeout(30):  # NATS stays away
@@ -243,28 +237,23 @@ async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(tmp_path: Pa
             await asyncio.sleep(0.01)
 
 
-async def test_a_client_whose_server_takes_nothing_is_closed_with_its_socket(tmp_path: Path) -> None:
-    server = NatsServer(tmp_path)
-    server.start()
+async def test_a_client_whose_server_takes_nothing_is_closed_with_its_socket(server: NatsServer) -> None:
     assert server.process is not None
-    try:
-        client = await connected(server, Subjects())
-        writer = client._transport._io_writer
-        server.process.send_signal(signal.SIGSTOP)
-        for _ in range(20):  # more than what the system takes for the server
-            client._pending.append(bytes(1_000_000))
-            client._pending_data_size += 1_000_000
-        async with asyncio.timeout(30):  # for ever otherwise
-            await close_nats(client)
-        assert writer.get_extra_info("socket").fileno() == -1
-    finally:
-        server.kill()
+    client = await connected(server, Subjects())
+    writer = client._transport._io_writer
+    server.process.send_signal(signal.SIGSTOP)
+    for _ in range(20):  # more than what the system takes for the server
+        client._pending.append(bytes(1_000_000))
+        client._pending_data_size += 1_000_000
+    async with asyncio.timeout(30):  # for ever otherwise
+        await close_nats(client)
+    assert writer.get_extra_info("socket").fileno() == -1
 
 
-async def test_who_is_told_to_stop_while_it_connects_stops(server: NatsServer) -> None:
+async def test_who_is_told_to_stop_while_it_connects_stops(shared_server: NatsServer) -> None:
     """At whatever turn of the loop: the library loses a cancellation that comes together with a result."""
     for turns in itertools.count():
-        connecting = asyncio.create_task(connected(server, Subjects()))  # noqa: TID251 - the test is its owner
+        connecting = asyncio.create_task(connected(shared_server, Subjects()))  # noqa: TID251 - the test is its owner
         for _ in range(turns):
             await asyncio.sleep(0)
         if not connecting.cancel():

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
 
 from serve_common.runtime.clock import SystemClock
-from tests.integration.call_replica import BIG_BYTES, serve_calls
-from tests.integration.proxy_stack import NatsServer, Stack, running_stack
+from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
+from tests.support.stacks.proxy_stack import Stack
 
 pytestmark = pytest.mark.integration
 
 SUBJECT = "serve.call.echo"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as stack:
-        yield stack
 
 
 async def call(stack: Stack, body: bytes, **headers: str) -> Msg:

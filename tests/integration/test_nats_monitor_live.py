@@ -14,12 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_common.telemetry.catalogue import NATS_METRICS
-from tests.integration.control_plane import ControllerProcess, ControlPlane, eventually
-from tests.integration.control_plane import NatsServer as ControlPlaneNats
-from tests.integration.held_port import HeldPort
-from tests.integration.nats_server import NatsServer
-from tests.integration.postgres_server import PostgresServer
-from tests.integration.scraped_pages import contradictions
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.servers.reserved_port import HeldPort
+from tests.support.stacks.control_plane import ControllerProcess, ControlPlane, eventually
+from tests.support.stacks.scraped_pages import contradictions
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -47,15 +46,9 @@ jetstream {{ max_memory_store: 1MB, max_file_store: 10MB }}
 """
 
 
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlaneNats]:
-    with ControlPlaneNats(tmp_path_factory.mktemp("nats")) as server:
-        yield server
-
-
 @pytest.fixture
-async def plane(nats: ControlPlaneNats, postgres_server: PostgresServer) -> AsyncIterator[ControlPlane]:
-    async with ControlPlane.opened(nats, postgres_server) as plane:
+async def plane(shared_server: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[ControlPlane]:
+    async with ControlPlane.opened(shared_server, postgres_server) as plane:
         yield plane
 
 

@@ -45,12 +45,12 @@ from serve_common.nats.login import build_login, mint_now
 from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects, tokens
 from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import EventStream, bucket_config, recent_events
-from tests.identities import NAMES, bus_settings, lay_out_nats, signing_key
-from tests.integration.nats_server import until_known
+from tests.support.identities import NAMES, bus_settings, lay_out_nats, signing_key
+from tests.support.servers.nats_server import until_known
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects()
 STREAM = f"KV_{SUBJECTS.bucket}"
 ENDPOINT = EndpointTag("shop/digits")
@@ -249,8 +249,8 @@ ALLOWED = [
     # all processes publish their log lines, also when they are asked for them; the admin hears them
     *((kind, "PUB", SUBJECTS.log(kind, PROCESS_OF[kind])) for kind in LOGGING),
     *((kind, "PUB", SUBJECTS.recalled_log("t1", kind)) for kind in LOGGING),
-    *((kind, "SUB", SUBJECTS.log_recall) for kind in LOGGING),
-    ("admin", "PUB", SUBJECTS.log_recall),
+    *((kind, "SUB", SUBJECTS.log_replay) for kind in LOGGING),
+    ("admin", "PUB", SUBJECTS.log_replay),
     ("admin", "SUB", SUBJECTS.logs()),
     ("admin", "SUB", SUBJECTS.recalled_log("t1")),
     *((role, "SUB", inbox(role).removesuffix("abc.def") + ">") for role in ROLES),
@@ -313,7 +313,7 @@ DENIED = [
         if role != kind
     ),
     *((role, "SUB", SUBJECTS.logs()) for role in (*LOGGING, "client")),
-    *((role, "PUB", SUBJECTS.log_recall) for role in (*LOGGING, "client")),
+    *((role, "PUB", SUBJECTS.log_replay) for role in (*LOGGING, "client")),
     # requests are between proxies and replicas
     *((role, "PUB", REPLICA) for role in ("controller", "host", "admin")),
     *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "client", "admin")),
@@ -502,9 +502,7 @@ async def test_nobody_lets_jetstream_speak_as_the_admin(connect: Connect, bucket
 
 async def refused(client: Client) -> None:
     """Until the server has said that it does not allow what this client wanted."""
-    async with asyncio.timeout(30):
-        while "permissions violation" not in str(client.last_error).lower():  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0.01)
+    await eventually(lambda: "permissions violation" in str(client.last_error).lower())
 
 
 @pytest.mark.parametrize("role", ["proxy", "replica", "client", "admin"])
@@ -615,7 +613,7 @@ async def test_who_may_ask_gets_the_answer(
         ("proxy", SUBJECTS.log("proxy", "proxy-1"), ["admin"]),
         ("replica", SUBJECTS.log("replica", REPLICA_TAG), ["admin"]),
         ("replica", SUBJECTS.recalled_log("t1", "replica"), ["admin"]),
-        ("admin", SUBJECTS.log_recall, ["controller", "proxy", "host", "replica"]),
+        ("admin", SUBJECTS.log_replay, ["controller", "proxy", "host", "replica"]),
     ],
 )
 async def test_what_is_told_is_heard_once(

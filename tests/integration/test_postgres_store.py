@@ -17,7 +17,7 @@ from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.sql import MIGRATIONS, Migration
 from serve_controller.core.objects import HostRecord, ObjectChanges
 from serve_controller.ports import HistoryEntry
-from tests.integration.postgres_server import PostgresServer
+from tests.support.servers.postgres_server import PostgresServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -119,12 +119,22 @@ async def test_controllers_that_migrate_at_the_same_moment_do_it_once(database: 
         assert await connection.fetchval("SELECT count(*) FROM leader") == 1
 
 
-async def test_a_database_newer_than_the_code_is_refused(store: PostgresStore, observer: asyncpg.Connection):
-    await observer.execute("INSERT INTO schema_migrations (version, name) VALUES (97, 'future')")
-    with pytest.raises(
-        PermanentError, match=rf"schema version 97; this controller knows up to {len(MIGRATIONS)}"
-    ):
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        ("INSERT INTO schema_migrations (version, name) VALUES (97, 'future')", "1 initial, 97 future; "),
+        ("UPDATE schema_migrations SET name = 'checkpoint'", "1 checkpoint; "),
+    ],
+    ids=["newer than the code", "of other code with the same number"],
+)
+async def test_a_database_of_another_version_is_refused_unchanged(
+    store: PostgresStore, observer: asyncpg.Connection, made: str, shown: str
+):
+    await observer.execute(made)
+    before = await observer.fetch("SELECT version, name FROM schema_migrations")
+    with pytest.raises(PermanentError, match=rf"{shown}.*1 initial\).* an empty database"):
         await store.migrate()
+    assert await observer.fetch("SELECT version, name FROM schema_migrations") == before
 
 
 async def test_a_migration_that_fails_leaves_nothing_of_itself(
@@ -141,28 +151,6 @@ async def test_a_migration_that_fails_leaves_nothing_of_itself(
     fixed = Migration(next_version, "fixed", "CREATE TABLE muster.half ()")
     await PostgresStore(*database, application_name=NAME, migrations=[*MIGRATIONS, fixed]).migrate()
     assert await observer.fetchval("SELECT max(version) FROM schema_migrations") == next_version
-
-
-async def test_history_from_before_it_had_values_is_read(database: tuple[str, str]):
-    first = PostgresStore(*database, application_name=NAME, migrations=MIGRATIONS[:1])
-    await first.migrate()
-    await first.close()
-    async with connected(*database) as connection:
-        await connection.execute(
-            "INSERT INTO history (at, epoch, verb, subject, goal_id, request) "
-            "VALUES (to_timestamp(5.5), 1, 'deploy', 'default/a', 'g1', '{}')"
-        )
-    async with store_on(*database) as store:
-        await store.migrate()
-        [view] = await store.read_history(10, "default/a", None)
-    assert (view.at, view.who, view.verb, view.request, view.old, view.new) == (
-        5.5,
-        "",
-        "deploy",
-        {},
-        None,
-        None,
-    )
 
 
 # -- the fence

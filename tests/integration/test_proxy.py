@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,13 @@ from serve_common.nats.bucket_watch import BucketWatch
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, RequestKind
 from serve_common.protocol.subjects import endpoint_key
 from serve_proxy.shell import reports
-from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
+from tests.support.waiting import eventually
 
 R2 = f"{TAG}#2"
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as stack:
-        yield stack
 
 
 async def test_requests_are_routed_and_errors_are_json(stack: Stack) -> None:
@@ -110,7 +97,7 @@ async def iter_of(data: bytes):
 async def test_before_the_bucket_exists_the_proxy_is_not_ready_and_requests_wait(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = BucketWatch._state_of
+    find = BucketWatch._get_state
     is_filled = False
 
     async def find_filled(watch: BucketWatch) -> Any:
@@ -120,7 +107,7 @@ async def test_before_the_bucket_exists_the_proxy_is_not_ready_and_requests_wait
             raise BusUnavailable("not yet")
         return stream
 
-    monkeypatch.setattr(BucketWatch, "_state_of", find_filled)
+    monkeypatch.setattr(BucketWatch, "_get_state", find_filled)
     async with running_stack(server) as stack:
         ready = f"http://127.0.0.1:{stack.proxy.operations.port}/readyz"
         async with stack.session.get(ready) as response:
@@ -214,9 +201,7 @@ async def test_a_replica_that_dies_fails_over_what_may_run_twice(stack: Stack) -
         await first.close()
         assert (await fragile)[0] == 502
         assert json.loads(fragile.result()[1])["error"]["code"] == "replica_died"
-        async with asyncio.timeout(30):
-            while sum(len(other.held) for other in others) < 2:  # noqa: ASYNC110 - which of them tells nobody
-                await asyncio.sleep(0.01)
+        await eventually(lambda: sum(len(other.held) for other in others) >= 2)
         for other in others:
             other.release()
     assert [task.result()[0] for task in (repeatable, keyed)] == [200, 200]
@@ -291,11 +276,9 @@ async def test_nats_may_die_and_come_back(stack: Stack) -> None:
 
 async def test_without_nats_requests_get_503_after_a_bounded_wait(stack: Stack) -> None:
     await stack.serve(R0)
-    stack.proxy._dispatcher._parking._bus_wait_s = 0.2
+    stack.proxy._dispatcher._pending_reconnect._bus_wait_s = 0.2
     stack.server.kill()
-    async with asyncio.timeout(30):
-        while stack.proxy._bus.is_connected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not stack.proxy._bus.is_connected)
     status, body, headers = await stack.get("/echo", "POST")
     assert (status, headers["Retry-After"]) == (503, "1")
     assert json.loads(body)["error"]["code"] == "bus_unavailable"

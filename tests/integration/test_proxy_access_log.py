@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.proxy_stack import MIB, R0, TAG, Stack, running_stack
 
 pytestmark = pytest.mark.integration
 
@@ -19,14 +20,6 @@ UPGRADE = (
     b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 class Log:
@@ -61,16 +54,16 @@ class Log:
 
 
 @asynccontextmanager
-async def logged(server: NatsServer, **options) -> AsyncIterator[tuple[Stack, Log]]:
+async def logged(shared_server: NatsServer, **options) -> AsyncIterator[tuple[Stack, Log]]:
     log = Log()
-    async with running_stack(server, write_access=log.write, **options) as stack:
+    async with running_stack(shared_server, write_access=log.write, **options) as stack:
         yield stack, log
         await stack.client.jetstream().delete_key_value(stack.subjects.bucket)
 
 
 @pytest.fixture
-async def world(server: NatsServer) -> AsyncIterator[tuple[Stack, Log]]:
-    async with logged(server) as world:
+async def world(shared_server: NatsServer) -> AsyncIterator[tuple[Stack, Log]]:
+    async with logged(shared_server) as world:
         yield world
 
 
@@ -288,8 +281,8 @@ async def test_in_a_drain_a_socket_is_refused_for_that(world: tuple[Stack, Log])
     assert (line["status"], line["error"]) == (503, "draining")
 
 
-async def test_what_waits_is_written_before_the_proxy_ends(server: NatsServer) -> None:
-    async with logged(server) as (stack, log):
+async def test_what_waits_is_written_before_the_proxy_ends(shared_server: NatsServer) -> None:
+    async with logged(shared_server) as (stack, log):
         await stack.serve(R0)
         await switch(stack)
         for number in range(50):

@@ -16,28 +16,14 @@ import select
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.integration.proxy_stack import R0, R1, NatsServer, Stack, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.proxy_stack import R0, R1, Stack
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as stack:
-        yield stack
 
 
 class ProxyProcess:
@@ -117,21 +103,21 @@ class Load:
             if self.is_over or reader.at_eof():
                 return
             try:
-                answer = await asyncio.wait_for(self._ask(reader, writer), 30)
+                answer = await asyncio.wait_for(self._query(reader, writer), 30)
             except (OSError, EOFError, TimeoutError) as error:
                 self.outcomes[f"failed: {type(error).__name__}"] += 1
                 return
             if answer is None:
                 return
-            status, is_kept = answer
+            status, is_retained = answer
             self.outcomes[str(status)] += 1
-            if not is_kept:
+            if not is_retained:
                 self.outcomes["told to close"] += 1
                 return
             if think_s:
                 await asyncio.sleep(self._random.uniform(0, 2 * think_s))
 
-    async def _ask(self, reader, writer) -> tuple[int, bool] | None:
+    async def _query(self, reader, writer) -> tuple[int, bool] | None:
         """Status, and whether the connection is kept; None when it is closed, so that nothing was sent on it."""
         poll = select.poll()
         poll.register(writer.get_extra_info("socket").fileno(), select.POLLIN)
@@ -146,15 +132,11 @@ class Load:
     async def requests(self, count: int) -> None:
         """Until so many more were answered."""
         goal = self.outcomes["200"] + count
-        async with asyncio.timeout(60):
-            while self.outcomes["200"] < goal:  # noqa: ASYNC110 - counting is all that is told
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.outcomes["200"] >= goal, within_s=60)
 
     async def left(self, port: int) -> None:
         """Until no client has a connection there."""
-        async with asyncio.timeout(30):
-            while self.open[port]:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not self.open[port])
 
     @property
     def failed(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ import pytest
 from serve_common.config.endpoint import HttpOptions
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_proxy.wiring import Proxy
-from tests.integration.proxy_stack import MIB, R0, NatsServer, Stack, make_settings, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.proxy_stack import MIB, R0, Stack, make_settings, running_stack
 
 pytestmark = pytest.mark.integration
 
@@ -72,14 +73,6 @@ async def breaks(request, handler):
 async def hangs(request, handler):
     await asyncio.sleep(60)
 """
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path / "nats")
-    server.start()
-    yield server
-    server.close()
 
 
 @pytest.fixture

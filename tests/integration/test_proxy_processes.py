@@ -10,27 +10,22 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from serve_common.protocol.reports import ProxyReport
 from serve_common.runtime.tasks import TaskOwner
-from tests.integration.proxy_stack import R0, R1, NatsServer, Stack, running_stack
 from tests.integration.test_proxy_leaving import Load
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.proxy_stack import R0, R1, Stack, running_stack
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 """Up to seven processes start here, one after the other on a machine that is busy."""
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -131,9 +126,7 @@ async def processes() -> AsyncIterator[ProxyProcesses]:
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(30):
-        while any(map(_is_alive, pids)):  # noqa: ASYNC110 - they are no children of ours
-            await asyncio.sleep(0.02)
+    await eventually(lambda: not any(map(_is_alive, pids)))
 
 
 def _is_alive(pid: int) -> bool:
@@ -169,9 +162,7 @@ async def test_each_process_is_a_proxy_of_its_own_behind_one_port_and_all_drain_
     hold = f"http://127.0.0.1:{processes.port}/echo/hold"
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         held = [group.create_task(session.post(hold, headers={"Connection": "close"})) for _ in range(8)]
-        async with asyncio.timeout(30):
-            while sum(len(replica.held) for replica in stack.replicas) < 8:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.01)
+        await eventually(lambda: sum(len(replica.held) for replica in stack.replicas) >= 8)
         ending = group.create_task(processes.end())
         await processes.until_logged("proxy_drains", 2)
         for replica in stack.replicas:
@@ -233,3 +224,53 @@ async def test_a_port_on_which_others_listen_is_not_shared_with_them(
             assert await processes.process.wait() == 1
     await processes.until_logged("cannot_listen")
     assert processes.pids == {}
+
+
+# Where services say that they can be scraped: there is their page, and it says who they are.
+
+
+@pytest.fixture
+async def waiting_stack(server: NatsServer) -> AsyncIterator[Stack]:
+    async with running_stack(server) as waiting_stack:
+        await waiting_stack.create_bucket()
+        yield waiting_stack
+
+
+async def page(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        assert answer.status == 200
+        return await answer.text()
+
+
+def all_shown(shown: str, names: set[str]) -> bool:
+    return all(f'proxy_id="{name}"' in shown for name in names)
+
+
+async def test_a_proxy_reports_the_address_of_its_page(waiting_stack: Stack) -> None:
+    report: ProxyReport = await waiting_stack.report(lambda report: report.metrics_url)
+    assert report.metrics_url == f"http://127.0.0.1:{waiting_stack.proxy.operations.port}/metrics"
+    assert 'serve_proxy_info{proxy_id="p1"} 1.0' in await page(report.metrics_url)
+
+
+async def test_proxies_of_one_parent_report_the_page_that_shows_them_all(
+    server: NatsServer, waiting_stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On all addresses, so that each of them has to find out under which one NATS knows it.
+    monkeypatch.setenv("MUSTER_OPS_HOST", "0.0.0.0")
+    processes = ProxyProcesses()
+    try:
+        await processes.start(server)
+        [line] = await processes.until_logged("proxy_processes_run")
+        names = set()
+        while len(names) < 2:
+            report = await waiting_stack.report(
+                lambda report: report.proxy_id not in {"p1", *names} and report.metrics_url
+            )
+            assert report.metrics_url == f"http://127.0.0.1:{line['operations_port']}/metrics"
+            names.add(report.proxy_id)
+        async with asyncio.timeout(30):
+            # Of a process that does not answer its parent in time the page shows nothing.
+            while not all_shown(await page(report.metrics_url), names):  # noqa: ASYNC110 - a page tells nobody
+                await asyncio.sleep(0.05)
+    finally:
+        await processes.close()

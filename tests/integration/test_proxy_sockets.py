@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -21,9 +21,11 @@ from serve_proxy.http import websockets as http_sockets
 from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.io import slots as quiet_sockets
 from serve_replica_host.replica.process import ReplicaProcess
-from tests.integration.bare_runner import RunOrder, start_order
-from tests.integration.fake_replica import FakeReplica, Held
-from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.bare_runner import RunOrder, start_order
+from tests.support.stacks.fake_replica import FakeReplica, Held
+from tests.support.stacks.proxy_stack import MIB, R0, TAG, Stack, running_stack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -32,27 +34,19 @@ UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
 async def stack(server: NatsServer) -> AsyncIterator[Stack]:
     async with running_stack(server) as stack:
         yield stack
         proxy = stack.proxy
         routers = proxy._ingress.routes.routers.values()
-        async with asyncio.timeout(30):
-            while (  # noqa: ASYNC110 - what is given back is told to nobody
-                proxy.http.in_flight
-                or len(proxy._requests.sockets)
-                or proxy._dispatcher.calls
-                or any(router.in_flight for router in routers)
-            ):
-                await asyncio.sleep(0.01)
+        await eventually(
+            lambda: (
+                not proxy.http.in_flight
+                and not len(proxy._requests.sockets)
+                and not proxy._dispatcher.calls
+                and not any(router.in_flight for router in routers)
+            )
+        )
 
 
 async def closed(replica: FakeReplica, held: Held) -> tuple[int, str]:
@@ -357,9 +351,7 @@ async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: 
         assert await ws.receive_str() == "before"
         stack.server.kill()
         stack.server.start()
-        async with asyncio.timeout(30):
-            while not (stack.proxy._bus.reconnects and replica._bus.reconnects):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await eventually(lambda: stack.proxy._bus.reconnects and replica._bus.reconnects)
         for bus in (stack.proxy._bus, replica._bus):
             await bus.flush(20)  # the server knows what each of them listens to
         await ws.send_str("after")
@@ -414,7 +406,7 @@ async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_let
     stack: Stack, replica: ReplicaProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        quiet_sockets, "QUIET_S", 2.0
+        quiet_sockets, "IDLE_S", 2.0
     )  # of which a busy machine must leave a moment to talk in
     await stack.serve()
     await stack.applied(await stack.put_backend(R0))
@@ -424,9 +416,9 @@ async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_let
             await ws.send_str("x")
             assert await ws.receive_str() == "x"
         drain = asyncio.get_running_loop().create_task(asyncio.to_thread(replica.drain))
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         closing = asyncio.get_running_loop().create_task(quiet.receive(timeout=20))
-        while not closing.done() or time.monotonic() - began_at < 2.5:
+        while not closing.done() or time.monotonic() - started_at < 2.5:
             await busy.send_str("still")
             assert await busy.receive_str() == "still"
             await asyncio.sleep(0.1)

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -17,7 +17,9 @@ import pytest
 from serve_common.dispatch.request_body import RETAINED_BYTES_MAX
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 from serve_proxy.http import bodies as slow_clients
-from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
+from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -25,20 +27,10 @@ HEAD = b"POST /echo%b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
 async def stack(server: NatsServer) -> AsyncIterator[Stack]:
     async with running_stack(server) as stack:
         yield stack
-        async with asyncio.timeout(30):
-            while stack.proxy._requests._endpoints._room.held_bytes:  # noqa: ASYNC110 - it tells nobody
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not stack.proxy._requests._endpoints._memory.buffered_bytes)
 
 
 class Sender:
@@ -138,18 +130,16 @@ async def test_100_mib_go_through_in_little_memory(server: NatsServer) -> None:
 async def test_many_uploads_to_replicas_that_do_not_take_them_are_bounded_together(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)
     await stack.applied(await stack.put_http(body_bytes_max=200 * MIB))
-    room = stack.proxy._requests._endpoints._room
+    room = stack.proxy._requests._endpoints._memory
     room._bytes_max = 4 * MIB
     async with asyncio.TaskGroup() as group:
         uploads = [
             group.create_task(stack.get(f"/echo/stuck/{i}", "POST", data=pieces(4 * MIB))) for i in range(8)
         ]
         await replica.wait(lambda: len(replica.held) == 8)
-        async with asyncio.timeout(30):
-            while not room.is_full:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await eventually(lambda: room.is_full)
         await asyncio.sleep(0.2)
-        assert room.held_bytes < 4 * MIB + 8 * MIB
+        assert room.buffered_bytes < 4 * MIB + 8 * MIB
         assert all(
             held.received_bytes <= WINDOW_FRAMES * FRAME_BODY_BYTES_MAX for held in replica.held.values()
         )

@@ -18,10 +18,11 @@ import pytest
 
 from serve_common.config.replica import RayActorOptions
 from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
-from tests.integration.nats_server import NatsServer
-from tests.integration.ray_cluster import HOST, HostOnCluster
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.ray_cluster import HOST, HostOnCluster
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 APP = """
 from __future__ import annotations
@@ -169,9 +170,7 @@ async def test_a_host_and_its_runtime_end_together_and_leave_nothing() -> None:
             async with asyncio.timeout(60):
                 assert await host.process.wait() == 1
             (failed,) = said(host, "host_failed")
-            assert "the Ray runtime is gone, and all replicas with it: it was killed by SIGKILL" in str(
-                failed
-            )
+            assert "the Ray runtime is gone, and all replicas with it: killed by SIGKILL" in str(failed)
             await until_gone(family)
         # As it is started anew: the same directory, other processes. One of its replicas is busy with user code.
         async with place.host() as host:
@@ -191,9 +190,7 @@ async def test_what_a_replica_has_unpickled_runs_in_the_runtime_and_never_in_the
         hostile, steady = goal(host, "Hostile"), goal(host, "Steady")
         await host.run(hostile, steady)
         runtime = runtime_of(host)
-        async with asyncio.timeout(60):
-            while str(runtime.pid) not in place.went_off():  # noqa: ASYNC110 - another process writes it
-                await asyncio.sleep(0.05)
+        await eventually(lambda: str(runtime.pid) in place.went_off(), within_s=60)
         await host.goal(steady)
         await host.until(lambda report: len(report.replicas) == 1)
         assert str(host.process.pid) not in place.went_off()

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,6 +22,7 @@ import pytest_asyncio
 from nats.errors import Error as NatsError
 
 from serve_common.api.commands import Deploy
+from serve_common.api.queries import GetDeploymentInfo, GetHistory, GetStatus, ListDeployments
 from serve_common.config.backend import BackendConfig
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.identities.credentials import SEED_BYTES, KeyKind, NatsKey, UserIdentity, mint_user
@@ -30,12 +30,13 @@ from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, inb
 from serve_common.nats.login import mint_now
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
-from tests.identities import bus_settings, signing_key
-from tests.integration.loaded_stack import LoadedStack
 from tests.integration.red_team import Intruder
+from tests.support.identities import bus_settings, signing_key
+from tests.support.paths import APPS
+from tests.support.stacks.loaded_stack import LoadedStack
+from tests.support.waiting import eventually
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(400),
     pytest.mark.asyncio(loop_scope="module"),
@@ -43,7 +44,7 @@ pytestmark = [
 
 SUBJECTS = Subjects()
 BUCKET = f"KV_{SUBJECTS.bucket}"
-APP_DIR = Path(__file__).with_name("red_team_app")
+APP_DIR = APPS / "red_team_app"
 CREATE = f"$JS.API.CONSUMER.CREATE.{BUCKET}"
 
 # (who, what, subject): each must be refused by NATS itself.
@@ -169,12 +170,12 @@ class Scene:
 
     async def state(self) -> Any:
         """What is deployed and who lives, as far as no attempt may change it."""
-        deployments = await self.stack.admin.list_deployments()
-        status = await self.stack.admin.get_status()
+        deployments = await self.stack.admin.call(ListDeployments())
+        status = await self.stack.admin.call(GetStatus())
         replicas = [
             sorted(
                 (replica.replica_tag, replica.state)
-                for replica in (await self.stack.admin.get_deployment_info(name)).replicas
+                for replica in (await self.stack.admin.call(GetDeploymentInfo(name=name))).replicas
             )
             for name in ("shop/till", "evil/mole")
         ]
@@ -188,11 +189,10 @@ class Scene:
     async def logged(self, event: str, **fields: object) -> None:
         """Until the leader has logged such a line."""
         leader = await self.stack.leader()
-        async with asyncio.timeout(60):
-            while not any(  # noqa: ASYNC110 - the log has no other way to tell
-                line.get("event") == event and fields.items() <= line.items() for line in leader.log
-            ):
-                await asyncio.sleep(0.05)
+        await eventually(
+            lambda: any(line.get("event") == event and fields.items() <= line.items() for line in leader.log),
+            within_s=60,
+        )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -203,7 +203,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     ):
         for name, code in (("shop/till", "mole:Till"), ("evil/mole", "mole:Mole")):
             await stack.done(
-                await stack.admin.deploy(
+                await stack.admin.call(
                     Deploy(
                         name=name,
                         replica_config=ReplicaConfig(
@@ -275,7 +275,7 @@ async def test_what_answers_a_reader_of_the_bucket_commands_and_reports_nothing(
     scene: Scene, unharmed, who: str
 ):
     settings = await scene.as_mole() if who == "replica" else scene.settings(who)
-    history = len(await scene.stack.admin.get_history())
+    history = len(await scene.stack.admin.call(GetHistory()))
     async with Intruder.connected(settings) as intruder:
         for reply in (
             "serve.admin.shutdown",
@@ -291,7 +291,7 @@ async def test_what_answers_a_reader_of_the_bucket_commands_and_reports_nothing(
             await _as_deputy(intruder, f"$JS.API.DIRECT.GET.{BUCKET}", reply, READ_BUCKET)
             await _as_deputy(intruder, f"$JS.API.STREAM.INFO.{BUCKET}", reply, b"")
     # A command from here is behind all that the deputies could have sent.
-    assert len(await scene.stack.admin.get_history()) == history
+    assert len(await scene.stack.admin.call(GetHistory())) == history
 
 
 @pytest.mark.parametrize("who", ["replica", "client", "admin"])
@@ -373,7 +373,7 @@ async def test_whoever_gives_no_identity_or_a_password_is_not_let_in(scene: Scen
 
 async def test_who_has_a_hosts_key_speaks_for_no_host_that_lives(scene: Scene, unharmed):
     """The key makes any host's name; the name belongs to the process that reports under it."""
-    before = len(await scene.stack.admin.get_history())
+    before = len(await scene.stack.admin.call(GetHistory()))
     for target in ("host-1", "host-2"):
         async with Intruder.connected(scene.settings("host", target)) as intruder:
             for seq in (1, 2**40):
@@ -389,7 +389,7 @@ async def test_who_has_a_hosts_key_speaks_for_no_host_that_lives(scene: Scene, u
                 ):
                     await intruder.publish(f"serve.report.host.{target}", payload.encode())
     await scene.logged("message_refused")
-    assert len(await scene.stack.admin.get_history()) == before
+    assert len(await scene.stack.admin.call(GetHistory())) == before
 
 
 async def test_who_has_a_proxys_key_speaks_for_no_proxy_that_lives(scene: Scene, unharmed):

@@ -1,6 +1,6 @@
 """A whole stack at full load while everything around the requests changes, and while replicas are killed.
 
-This is a short storm; `python -m tests.bench.chaos` takes the whole one.
+This is a short storm; `python -m bench.chaos` takes the whole one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import pytest_asyncio
 
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
-from tests.integration import bus_hangs, chaos
-from tests.integration.chaos_load import CLIENTS, KINDS
-from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack
+from tests.support.loads import bus_hangs, chaos
+from tests.support.loads.chaos_load import CLIENTS, KINDS
+from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(480),
     pytest.mark.asyncio(loop_scope="module"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from serve_common.runtime.request_context import current_replica, set_replica_co
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
-from tests.integration.nats_server import NatsServer
+from tests.support.servers.nats_server import NatsServer
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 BACKEND = BackendTag("default/app")
 TAG = replica_tag(BACKEND, 1)
@@ -69,7 +69,7 @@ class App:
     def told(self):
         replica, request = current_replica(), request_context.get()
         return {
-            "tag": replica.replica_tag, "code_version": replica.code_version, "companions": replica.companions,
+            "tag": replica.replica_tag, "code_version": replica.code_version, "peer_versions": replica.peer_versions,
             "self": replica.servable_object is self, "early": AT_IMPORT is replica,
             "at_construction": self.at_construction is None,
             "id": request.request_id, "endpoint": request.endpoint_tag, "route": request.route,
@@ -180,16 +180,10 @@ class Driver:
             self.inbox.forget(token)
 
 
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture
-async def driver(nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Driver]:
+async def driver(
+    shared_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Driver]:
     # What is told at once is not told by the way, and nothing is told twice.
     monkeypatch.setattr("serve_replica_host.replica.process.MODELS_INTERVAL_S", 3600.0)
     (tmp_path / "process_app.py").write_text(APP)
@@ -204,14 +198,18 @@ async def driver(nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         health_check_timeout_s=1.0,
         start_timeout_s=1.0,
         code_version=3,
-        companions={BackendTag("default/other"): 2},
+        peer_versions={BackendTag("default/other"): 2},
     )
     bus = BusSettings(
-        servers=[nats.url], user="", password="", inbox_prefix="_INBOX_replica", subject_prefix="serve"
+        servers=[shared_server.url],
+        user="",
+        password="",
+        inbox_prefix="_INBOX_replica",
+        subject_prefix="serve",
     )
     process = ReplicaProcess(StartReplicaRequest(goal=goal, bus=bus, app_dir=str(tmp_path)), NoMetrics())
     connection = BusConnection(
-        BusOptions(servers=[nats.url], inbox_prefix="_INBOX_proxy"), random.SystemRandom()
+        BusOptions(servers=[shared_server.url], inbox_prefix="_INBOX_proxy"), random.SystemRandom()
     )
     try:
         assert await asyncio.to_thread(process.start) is None
@@ -235,7 +233,7 @@ async def test_code_knows_its_replica_from_its_import_on_and_each_request_it_wor
     told: dict[str, Any] = msgspec.json.decode(body)
     assert 0 < told.pop("left_s") <= DEADLINE_S
     assert told == {
-        "tag": TAG, "code_version": 3, "companions": {"default/other": 2}, "self": True, "early": True,
+        "tag": TAG, "code_version": 3, "peer_versions": {"default/other": 2}, "self": True, "early": True,
         "at_construction": True, "id": "r7", "endpoint": "default/app", "route": "/app", "model": "m1",
         "traceparent": "00-x",
     }  # fmt: skip
@@ -245,12 +243,14 @@ async def test_code_knows_its_replica_from_its_import_on_and_each_request_it_wor
 
 
 async def test_a_reconfigure_renews_the_companions(driver: Driver) -> None:
-    goal = msgspec.structs.replace(driver.goal, companions={BackendTag("default/other"): 9}, config_version=2)
+    goal = msgspec.structs.replace(
+        driver.goal, peer_versions={BackendTag("default/other"): 9}, config_version=2
+    )
 
     assert await asyncio.to_thread(driver.process.reconfigure, goal) is None
     _, body = await driver.call()
 
-    assert msgspec.json.decode(body)["companions"] == {"default/other": 9}
+    assert msgspec.json.decode(body)["peer_versions"] == {"default/other": 9}
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ async def test_what_comes_while_user_code_blocks_its_loop_is_heard_at_once(drive
 
 
 async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
-    driver: Driver, nats: NatsServer
+    driver: Driver, shared_server: NatsServer
 ) -> None:
     for _ in range(2):
         reconnects = driver.connection.reconnects
         driver.send_call(b"0.5", method_name="block")
         await asyncio.sleep(0.1)
-        await asyncio.to_thread(nats.kill)
-        await asyncio.to_thread(nats.start)
+        await asyncio.to_thread(shared_server.kill)
+        await asyncio.to_thread(shared_server.start)
         async with asyncio.timeout(60):
             while driver.connection.reconnects == reconnects:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

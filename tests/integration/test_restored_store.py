@@ -26,16 +26,17 @@ from serve_common.api.commands import (
     SetHttpOptions,
     UpdateBackendConfig,
 )
+from serve_common.api.queries import GetStatus
 from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import EndpointOptions
 from serve_common.runtime.tasks import TaskOwner
 from serve_controller.adapters.backup_file import BackupFiles
-from tests.integration.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
-from tests.integration.steady_load import SteadyLoad
+from tests.support.loads.steady_load import SteadyLoad
+from tests.support.stacks.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
+from tests.support.waiting import eventually
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
@@ -142,13 +143,13 @@ def configurations(number: int) -> Lost:
 
 async def changed(stack: LoadedStack, commands: list[Command]) -> None:
     for command in commands:
-        await stack.done(await stack.admin.change(command))
+        await stack.done(await stack.admin.call(command))
 
 
 async def until_noticed(stack: LoadedStack, since: float) -> None:
     """Until a leader says that the store was restored after ``since``."""
     async with asyncio.timeout(CHANGE_LIMIT_S):
-        while ((await stack.admin.get_status()).store_restored_at or 0.0) <= since:  # noqa: ASYNC110
+        while ((await stack.admin.call(GetStatus())).store_restored_at or 0.0) <= since:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # the leader tells no more
 
 
@@ -156,7 +157,7 @@ async def until_as(stack: LoadedStack, names: set[str]) -> None:
     """Until these, and no others, are deployed and healthy, and every proxy knows."""
     async with asyncio.timeout(CHANGE_LIMIT_S):
         while True:
-            status = await stack.admin.get_status()
+            status = await stack.admin.call(GetStatus())
             is_so = {view.name for view in status.deployments} == names and all(
                 view.status is DeploymentStatus.HEALTHY
                 and {(r.state, r.version) for r in view.replicas} <= {("running", view.version)}
@@ -170,7 +171,7 @@ async def until_as(stack: LoadedStack, names: set[str]) -> None:
 
 async def restored(stack: LoadedStack, rows: Dump, *, how: str) -> None:
     """Until a leader has noticed it."""
-    since = (await stack.admin.get_status()).store_restored_at or 0.0
+    since = (await stack.admin.call(GetStatus())).store_restored_at or 0.0
     if how == STOP_AND_START:
         for controller in list(stack.controllers):
             await controller.end()
@@ -190,7 +191,7 @@ async def restored_under_load(
     """
     await stack.deployed("v1", 2)
     await changed(stack, [idle("v1", "kept")])
-    names = {view.name for view in (await stack.admin.get_status()).deployments}
+    names = {view.name for view in (await stack.admin.call(GetStatus())).deployments}
     rows = await dump(stack)
     took_s = []
 
@@ -218,7 +219,7 @@ async def restored_under_load(
 async def test_postgres_restored_twice_fails_no_request_and_no_goal_succeeds_unserved(
     stack: LoadedStack,
 ) -> None:
-    # More often, with a stop and start, and again before it has converged: tests.bench.restored.
+    # More often, with a stop and start, and again before it has converged: bench.restored.
     await restored_under_load(stack, [twenty_changes(), configurations(1)], how=LIVE)
     await changed(stack, [DeleteDeployment(name="kept")])
 
@@ -245,11 +246,11 @@ async def backups_under_changes(stack: LoadedStack, backups: int, pause_s: float
     async def change() -> None:
         nonlocal made
         for number in itertools.count():
-            await stack.admin.change(pair(number))
+            await stack.admin.call(pair(number))
             made = number
             await asyncio.sleep(pause_s)
 
-    await stack.done(await stack.admin.change(pair(0)))
+    await stack.done(await stack.admin.call(pair(0)))
     began = time.monotonic()
     changing = TaskOwner("changing")
     changing.start(change(), "change")
@@ -264,9 +265,7 @@ async def backups_under_changes(stack: LoadedStack, backups: int, pause_s: float
             }
             assert len(versions) == 1, f"of two moments: {versions}"
             seen |= versions
-            async with asyncio.timeout(CHANGE_LIMIT_S):
-                while made < before + 3:  # noqa: ASYNC110 - the changes are another task's
-                    await asyncio.sleep(0.01)
+            await eventually(lambda goal=before + 3: made >= goal, within_s=CHANGE_LIMIT_S)
     finally:
         await changing.close(timeout_s=0.1)
     rate = made / (time.monotonic() - began) * 60
@@ -277,7 +276,7 @@ async def backups_under_changes(stack: LoadedStack, backups: int, pause_s: float
         view = await stack.admin.wait_for_goal(goal_id, deadline_s=CHANGE_LIMIT_S)
         assert view.status is GoalStatus.SUCCEEDED, view
     (version,) = versions
-    deployed = {v.name: v.version for v in (await stack.admin.get_status()).deployments}
+    deployed = {v.name: v.version for v in (await stack.admin.call(GetStatus())).deployments}
     assert deployed["pair/front"] == deployed["pair/back"] == version
     return f"{backups} backups ({len(seen)} states) beside {rate:.0f} changes a minute, and restored"
 

@@ -30,12 +30,14 @@ import pytest
 from muster.client import StackAddress, connect_stack
 from muster.embedded.supervisor import STOP_TIMEOUT_S
 from muster.secrets import Secrets
+from serve_common.api.queries import GetStatus
 from serve_common.errors import ServeError
 from serve_common.identities.roles import Role
 from serve_common.runtime.tasks import raise_if_cancelled
-from tests.integration.scraped_pages import contradictions, missing
+from tests.support.paths import ROOT
+from tests.support.stacks.scraped_pages import contradictions, missing
+from tests.support.waiting import eventually
 
-ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (ROOT / "examples" / "digits" / "sample.png").read_bytes()
 START_LIMIT_S = 200.0
 """`muster up` itself gives up before."""
@@ -45,7 +47,7 @@ STOP_LIMIT_S = STOP_TIMEOUT_S + 20.0
 """What is left after the first of them is killed; all else is the machine's own slowness."""
 REQUESTS_OF_A_HEALED_STACK = 100
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 
 class Stack:
@@ -59,7 +61,6 @@ class Stack:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        ports = [] if (self.state_dir / "run.json").exists() else ["--http-port", "0", "--nats-port", "0"]
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -70,7 +71,7 @@ class Stack:
                 str(self.state_dir),
                 "--num-cpus",
                 "4",
-                *ports,
+                *("--http-port", "0", "--nats-port", "0"),  # any at first, later those of the run before
             ],
             cwd=ROOT,
             env=self.environment,
@@ -132,7 +133,7 @@ class Stack:
         record = self.record()
         file = str(Secrets(Path(record["secrets"])).credentials_file(Role.ADMIN))
         async with connect_stack(StackAddress(urls=(record["nats_url"],), credentials_file=file)) as reached:
-            return msgspec.to_builtins(await reached.admin.get_status())
+            return msgspec.to_builtins(await reached.admin.call(GetStatus()))
 
     def deploy(self, *more: str, version: str = "v1", exit_code: int = 0) -> str:
         return self.muster(
@@ -225,9 +226,9 @@ async def killed(stack: Stack, name: str) -> None:
     """Until the next one of it is there, and so all that belonged to the one that was killed is gone."""
     before = stack.pid(name)
     os.kill(before, signal.SIGKILL)
-    async with asyncio.timeout(HEAL_LIMIT_S):
-        while stack.pid(name) in (0, before) or not stack.is_ready():  # noqa: ASYNC110 - a file is all that tells
-            await asyncio.sleep(0.1)
+    await eventually(
+        lambda: stack.pid(name) not in (0, before) and stack.is_ready(), within_s=HEAL_LIMIT_S, every_s=0.1
+    )
 
 
 async def until_healed(stack: Stack) -> None:
@@ -287,7 +288,7 @@ async def test_what_the_whole_stack_does_and_says_can_be_watched(stack: Stack) -
 
 async def looked_at_load(stack: Stack) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `muster top` shows, and its row of the deployment."""
-    top = json.loads(await asyncio.to_thread(stack.muster, "top", "--once", "--json", "--interval", "1"))
+    top = json.loads(await asyncio.to_thread(stack.muster, "top", "--once", "--json", "--interval-s", "1"))
     [row] = [row for row in top["rows"] if row["name"] == "default/digits"]
     return top, row
 
@@ -354,9 +355,11 @@ async def test_a_killed_raylet_ends_its_host_and_the_next_one_serves(stack: Stac
     raylets = [child for child in psutil.Process(host).children(recursive=True) if child.name() == "raylet"]
     assert len(raylets) == 1
     raylets[0].kill()
-    async with asyncio.timeout(HEAL_LIMIT_S):
-        while stack.pid("replica-host") in (0, host) or not stack.is_ready():  # noqa: ASYNC110 - a file is all that tells
-            await asyncio.sleep(0.1)
+    await eventually(
+        lambda: stack.pid("replica-host") not in (0, host) and stack.is_ready(),
+        within_s=HEAL_LIMIT_S,
+        every_s=0.1,
+    )
     await until_healed(stack)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import datetime
 
 import msgspec
@@ -14,6 +14,7 @@ import pytest
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
+from serve_common.api.queries import ListDeployments
 from serve_common.api.verbs import ErrorView
 from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.errors import NotLeading
@@ -22,17 +23,17 @@ from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import backend_key
 from serve_controller.shell.leadership import LEASE_TTL_S
-from tests.integration.control_plane import (
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.stacks.control_plane import (
     CHANGE_LIMIT_S,
     ControllerProcess,
     ControlPlane,
-    NatsServer,
     deploy_request,
     eventually,
 )
-from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 FAILOVER_LIMIT_S = 3 * LEASE_TTL_S
 """What is promised is a second over the lease; the rest is for a busy machine."""
@@ -40,15 +41,9 @@ ANSWERS_AFTERWARDS = 30
 A = BackendTag("default/a")
 
 
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
-        yield server
-
-
 @pytest.fixture
-async def plane(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[ControlPlane]:
-    async with ControlPlane.opened(nats, postgres_server) as plane:
+async def plane(shared_server: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[ControlPlane]:
+    async with ControlPlane.opened(shared_server, postgres_server) as plane:
         yield plane
 
 
@@ -63,7 +58,7 @@ async def led_with_standbys(plane: ControlPlane, standbys: int) -> list[Controll
 
 
 async def deployed(plane: ControlPlane, name: str, version: str = "v1") -> None:
-    reply = await plane.admin.deploy(deploy_request(name, version))
+    reply = await plane.admin.call(deploy_request(name, version))
     assert reply.goal_id is not None
     goal = await plane.admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S)
     assert goal.status is GoalStatus.SUCCEEDED
@@ -74,7 +69,7 @@ async def test_one_of_two_standbys_leads_within_the_lease_after_a_kill_and_who_w
 ) -> None:
     leader, *standbys = await led_with_standbys(plane, 2)
     plane.host.runtime.hold_constructors()
-    reply = await plane.admin.deploy(deploy_request("a", "v1"))
+    reply = await plane.admin.call(deploy_request("a", "v1"))
     assert reply.goal_id is not None
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
@@ -191,7 +186,7 @@ async def test_a_leader_that_stood_still_writes_nothing_afterwards_and_answers_n
     assert set(epochs) == {2}, "it does not answer before it knows from Postgres whether it leads"
 
     assert await written_since(plane, 1, row["now"]) == []
-    names = {deployment.name for deployment in await plane.admin.list_deployments()}
+    names = {deployment.name for deployment in await plane.admin.call(ListDeployments())}
     assert names.isdisjoint(unheard), "what was sent to it was not acknowledged and not made"
     assert plane.host.epoch == 2
     assert stale.exit_code is None
@@ -247,7 +242,7 @@ async def _are_so_many(epochs: list[int], count: int) -> bool:
 
 async def _is_at_rest(plane: ControlPlane) -> bool:
     """All that was deployed runs, and nothing else does."""
-    deployments = await plane.admin.list_deployments()
+    deployments = await plane.admin.call(ListDeployments())
     replicas = {replica.replica_tag for deployment in deployments for replica in deployment.replicas}
     return plane.host.running == replicas and all(
         deployment.status is DeploymentStatus.HEALTHY and len(deployment.replicas) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import asyncpg
@@ -16,7 +15,6 @@ from serve_common.api.views import GoalStatus, HistoryView
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId, GoalId, HostId, replica_tag
 from serve_controller.adapters import postgres_pool, postgres_store
-from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
@@ -28,11 +26,11 @@ from serve_controller.core.objects import (
     ObjectKind,
     Replica,
     ReplicaState,
-    key_of,
+    get_key,
 )
 from serve_controller.ports import HistoryEntry, Store
-from tests.integration.postgres_server import PostgresServer
-from tests.simulation.twins.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore
+from tests.support.servers.postgres_server import PostgresServer
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -62,12 +60,6 @@ class World(Protocol):
     async def spoil_rows(self, kind: str) -> None:
         """Give the rows of a kind a schema version from the future."""
 
-    async def put_rows(self, rows: list[tuple[str, str, int, str]]) -> None:
-        """Add rows (kind, key, schema version, JSON) as an older controller did."""
-
-    async def schema_versions(self) -> set[int]:
-        """Of all rows."""
-
 
 class MemoryWorld:
     def __init__(self) -> None:
@@ -92,12 +84,6 @@ class MemoryWorld:
     async def spoil_rows(self, kind: str) -> None:
         rows = self.store.rows
         rows.update({k: type(r)(r.kind, r.key, 99, r.value) for k, r in rows.items() if r.kind == kind})
-
-    async def put_rows(self, rows: list[tuple[str, str, int, str]]) -> None:
-        self.store.rows.update({row[:2]: Row(*row) for row in rows})
-
-    async def schema_versions(self) -> set[int]:
-        return {row.schema_version for row in self.store.rows.values()}
 
 
 class PostgresWorld:
@@ -135,13 +121,6 @@ class PostgresWorld:
 
     async def spoil_rows(self, kind: str) -> None:
         await self.sql("UPDATE checkpoint_rows SET schema_version = 99 WHERE kind = $1", kind)
-
-    async def put_rows(self, rows: list[tuple[str, str, int, str]]) -> None:
-        for row in rows:
-            await self.sql("INSERT INTO checkpoint_rows VALUES ($1, $2, $3, $4, 1, clock_timestamp())", *row)
-
-    async def schema_versions(self) -> set[int]:
-        return {version for (version,) in await self.sql("SELECT schema_version FROM checkpoint_rows")}
 
     async def close(self) -> None:
         for store in self._stores:
@@ -202,11 +181,11 @@ def entry(verb: str, request: str = "{}", goal_id: str | None = "g1") -> History
 
 
 def noted(
-    who: str, subject: str = "default/a", old: str | None = None, new: str | None = None
+    principal: str, subject: str = "default/a", old: str | None = None, new: str | None = None
 ) -> HistoryEntry:
     return HistoryEntry(
         at=1763700000.25,
-        who=who,
+        principal=principal,
         verb="deploy",
         subject=subject,
         goal_id="g1",
@@ -217,7 +196,7 @@ def noted(
 
 
 def contents(checkpoint: Checkpoint) -> dict[object, object]:
-    return {key_of(value): value for value in checkpoint.all_objects()}
+    return {get_key(value): value for value in checkpoint.all_objects()}
 
 
 def with_counters(*values: Any) -> dict[object, object]:
@@ -320,7 +299,7 @@ async def test_history_is_read_as_it_was_written(world: World):
     assert first == HistoryView(
         id=first.id,
         at=1763700000.25,
-        who="ann",
+        principal="ann",
         epoch=epoch,
         verb="deploy",
         subject="default/a",
@@ -329,7 +308,7 @@ async def test_history_is_read_as_it_was_written(world: World):
         old=None,
         new={"n": [1, 2.5, None]},
     )
-    assert (second.who, second.old, second.new) == ("", [], {})
+    assert (second.principal, second.old, second.new) == ("", [], {})
     assert (third.verb, third.at, third.goal_id, third.old, third.new) == (
         "delete",
         1763700000.5,
@@ -347,11 +326,11 @@ async def test_history_is_read_page_by_page_and_by_subject(world: World):
     read = world.store.read_history
 
     newest = await read(3, None, None)
-    assert [view.who for view in newest] == ["w6", "w5", "w4"]
-    assert [view.who for view in await read(3, None, newest[-1].id)] == ["w3", "w2", "w1"]
+    assert [view.principal for view in newest] == ["w6", "w5", "w4"]
+    assert [view.principal for view in await read(3, None, newest[-1].id)] == ["w3", "w2", "w1"]
     of_b = await read(2, "default/b", None)
-    assert [view.who for view in of_b] == ["w5", "w3"]
-    assert [view.who for view in await read(2, "default/b", of_b[-1].id)] == ["w1"]
+    assert [view.principal for view in of_b] == ["w5", "w3"]
+    assert [view.principal for view in await read(2, "default/b", of_b[-1].id)] == ["w1"]
     assert await read(5, "default/nobody", None) == []
     assert await read(5, None, (await read(7, None, None))[-1].id) == []
     assert len(await read(500, None, 2**63 - 1)) == 7
@@ -365,7 +344,7 @@ async def test_a_page_of_history_fits_one_message_and_the_next_goes_on(world: Wo
     await world.store.record(epoch, ObjectChanges(), [*notes, *giant])
     seen, before = [], None
     while views := await world.store.read_history(500, None, before):
-        seen.append([view.who for view in views])
+        seen.append([view.principal for view in views])
         before = views[-1].id
     assert seen == [["giant"], ["w2"], ["w1", "w0"]]
 
@@ -385,43 +364,6 @@ async def test_a_fenced_record_notes_nothing(world: World):
     with pytest.raises(FencedOut):
         await world.store.record(epoch + 1, ObjectChanges(), [noted("ann")])
     assert await world.store.read_history(10, None, None) == []
-
-
-def rows_of_version_1() -> list[tuple[str, str, int, str]]:
-    path = Path(__file__).parents[1] / "data" / "checkpoints" / "v1.json"
-    return [
-        (row["kind"], row["key"], row["schema_version"], json.dumps(row["value"]))
-        for row in json.loads(path.read_text(encoding="utf-8"))
-    ]
-
-
-async def test_what_an_older_version_wrote_is_rewritten_by_the_first_record(world: World):
-    await world.put_rows(rows_of_version_1())
-    epoch = await lead(world.store)
-    loaded = await world.store.load()
-    assert BackendTag("default/digits") in loaded.deployments
-    assert await world.schema_versions() == {1}, "nothing is written before there is a leader's record"
-
-    changes = ObjectChanges(puts=(Counters(goal=99),), deletes=((ObjectKind.PROXY, "proxy-1"),))
-    await world.store.record(epoch, changes)
-    assert await world.schema_versions() == {SCHEMA_VERSION}
-    assert contents(await world.another().load()) == contents(loaded.applied(changes))
-
-    before = await world.row_versions()
-    await world.store.record(epoch, put(Counters(goal=100)))
-    after = await world.row_versions()
-    assert {key for key in after if after[key] != before[key]} == {("counters", "counters")}
-
-
-async def test_a_fenced_out_controller_upgrades_nothing(world: World):
-    await world.put_rows(rows_of_version_1())
-    epoch = await lead(world.store)
-    await world.store.load()
-    with pytest.raises(FencedOut):
-        await world.store.record(epoch - 1, put(Counters(goal=99)))
-    assert await world.schema_versions() == {1}
-    await world.store.record(epoch, put(Counters(goal=99)))
-    assert await world.schema_versions() == {SCHEMA_VERSION}
 
 
 async def test_a_fenced_record_writes_nothing(world: World):

@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.integration.bare_stack import BareStack
+from tests.support.paths import APPS
+from tests.support.stacks.bare_stack import BareStack
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-APP_DIR = Path(__file__).with_name("proof_app")
+APP_DIR = APPS / "proof_app"
 TAG = "default/alone"
 PROXIES = 3
 CLIENTS_OF_EACH = 8

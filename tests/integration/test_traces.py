@@ -7,7 +7,6 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,20 +15,27 @@ import pytest
 
 from muster.handles import get_deployment_handle
 from muster.handles import runtime as handle_runtime
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import HttpOptions
+from serve_common.config.replica import ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.telemetry.catalogue.services import SPANS_DROPPED
-from serve_common.telemetry.tracer import read_tracing_settings
+from serve_common.telemetry.trace_context import read_tracing_settings
 from serve_proxy.wiring import Proxy
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.replica.process import StartReplicaRequest
-from tests.integration.handle_stack import GuardedNats, HandleStack
-from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
-from tests.integration.proxy_stack import make_settings
+from tests.support.paths import APPS
+from tests.support.servers.nats_server import NatsServer
+from tests.support.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
+from tests.support.servers.postgres_server import PostgresServer
+from tests.support.stacks.control_plane import CHANGE_LIMIT_S, ControlPlane, deploy_request
+from tests.support.stacks.handle_stack import GuardedNats, HandleStack
+from tests.support.stacks.proxy_stack import make_settings
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-APP_DIR = Path(__file__).with_name("trace_app")
+APP_DIR = APPS / "trace_app"
 FRONT, BACK, PAGES = "default/front", "default/back", "default/pages"
 ROUTES = {FRONT: "/front", PAGES: "/pages", BACK: None}
 
@@ -138,7 +144,7 @@ async def test_one_trace_goes_through_a_chain_of_two_deployments(client: Client)
     assert proxy.resource["service.instance.id"] == "p1"
     assert replica.resource["service.instance.id"] == f"{FRONT}#0"
     for outer, inner in pairwise(spans):  # each lies within the one above it
-        assert outer.began_ns - 5_000_000 <= inner.began_ns <= inner.ended_ns <= outer.ended_ns + 5_000_000
+        assert outer.start_ns - 5_000_000 <= inner.start_ns <= inner.ended_ns <= outer.ended_ns + 5_000_000
     assert {span.error for span in spans} == {None}
 
 
@@ -284,3 +290,79 @@ async def test_replicas_count_what_they_could_not_export(stack: HandleStack) -> 
 
     # Their processes write one after the other.
     await asyncio.to_thread(until, lambda: told() == {"queue": 0.0, "receiver": 0.0})
+
+
+# What the controller does, in traces: commands, what they record, and the plans that they lead to.
+
+
+PARENT = "00f067aa0ba902b7"
+
+
+def command(replicas: int) -> bytes:
+    replica_config = ReplicaConfig(import_path="model:Model")
+    return msgspec.json.encode(
+        Deploy(name="m", replica_config=replica_config, backend_config=BackendConfig(num_replicas=replicas))
+    )
+
+
+async def test_a_deploy_and_the_plan_that_follows_are_one_trace(
+    server: NatsServer, postgres_server: PostgresServer
+) -> None:
+    with OtlpReceiver() as receiver:
+        async with ControlPlane.opened(server, postgres_server) as plane:
+            await plane.start_controller("c-1", **receiver.environment())
+            await plane.until_led_by("c-1", timeout_s=CHANGE_LIMIT_S)
+            # Once this succeeded the leader knows host, proxy and bucket; before, what it plans waits for them.
+            before = await plane.admin.call(deploy_request("before", "v1"))
+            assert before.goal_id is not None
+            await plane.admin.wait_for_goal(before.goal_id, deadline_s=CHANGE_LIMIT_S)
+            trace_id = uuid.uuid4().hex
+            headers = {"traceparent": f"00-{trace_id}-{PARENT}-01", "Muster-Principal": "ann"}
+
+            async def deploy(replicas: int) -> msgspec.Raw:
+                answer = await plane.client.request(
+                    plane.subjects.admin("deploy"), command(replicas), timeout=CHANGE_LIMIT_S, headers=headers
+                )
+                return msgspec.Raw(answer.data)
+
+            reply = msgspec.json.decode(await deploy(2), type=ChangeReply)
+            assert reply.goal_id is not None
+            await plane.admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S)
+
+            def is_whole(spans: list[ReceivedSpan]) -> bool:
+                return {"admin deploy", "reconcile", "send_host_goal"} <= {
+                    span.name for span in spans if span.trace_id == trace_id
+                }
+
+            spans = [
+                span for span in await asyncio.to_thread(receiver.wait, is_whole) if span.trace_id == trace_id
+            ]
+            (admin,) = tree(spans, PARENT)
+            assert admin[:3] == ["admin deploy", ["record_command"], ["reply"]]
+            name, *effects = admin[3]
+            assert (name, effects[0]) == ("reconcile", ["record_plan"])
+            assert ["send_host_goal"] in effects
+            page = await plane.controllers[0].metrics()
+            assert 'serve_trace_spans_dropped_total{reason="receiver"} 0.0' in page
+            of = {span.name: span for span in spans}
+            assert of["admin deploy"].service == "muster-controller"
+            assert of["admin deploy"].attributes["muster.subject"] == "default/m"
+            assert of["admin deploy"].attributes["muster.principal"] == "ann"
+            assert of["reconcile"].attributes["muster.host_goals"] == 1
+            assert of["reconcile"].attributes["muster.changes"] >= 2
+            assert {span.error for span in spans} == {None}
+
+            plans = [span for span in receiver.spans if span.name == "reconcile"]
+            assert all(
+                span.attributes["muster.changes"]
+                or span.attributes["muster.snapshots"]
+                or span.attributes["muster.host_goals"]
+                for span in plans
+            )
+
+            trace_id = uuid.uuid4().hex
+            headers["traceparent"] = f"00-{trace_id}-{PARENT}-01"
+            await deploy(-1)
+            (refused,) = await asyncio.to_thread(receiver.of_trace, trace_id, 1)
+            assert refused.attributes["error.type"] == "BadField"
+            assert "num_replicas" in str(refused.error)

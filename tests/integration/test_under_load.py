@@ -24,13 +24,13 @@ from serve_common.api.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
+from serve_common.api.queries import GetHosts, GetStatus
 from serve_common.config.backend import BackendConfig
 from serve_controller.shell.leadership import LEASE_TTL_S
-from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack, replica_config
-from tests.integration.steady_load import Answer, SteadyLoad
+from tests.support.loads.steady_load import Answer, SteadyLoad
+from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack, replica_config
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
@@ -64,15 +64,11 @@ async def test_scaling_from_one_replica_to_eight_and_to_two_fails_no_request(sta
     async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
         first = await all_answer(load, 1)
         await stack.done(
-            await stack.admin.update_backend_config(
-                UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": MANY})
-            )
+            await stack.admin.call(UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": MANY}))
         )
         many = await all_answer(load, MANY)
         await stack.done(
-            await stack.admin.update_backend_config(
-                UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": 2})
-            )
+            await stack.admin.call(UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": 2}))
         )
         few = await all_answer(load, 2) | pids(await load.more(200))
     load.result("scale 1 -> 8 -> 2")
@@ -118,9 +114,9 @@ async def test_draining_a_host_fails_no_request(stack: LoadedStack) -> None:
     async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
         before = await all_answer(load, MANY)
         hosts = {answer.host for answer in load.answers}
-        await stack.done(await stack.admin.drain_host(DrainHost(host_id=left)))
+        await stack.done(await stack.admin.call(DrainHost(host_id=left)))
         after = load.now()
-        there = {host.host_id: host for host in await stack.admin.get_hosts()}
+        there = {host.host_id: host for host in await stack.admin.call(GetHosts())}
         replicas = await stack.replicas()
         moved = await all_answer(load, MANY)
     load.result("drain of a host")
@@ -133,7 +129,7 @@ async def test_draining_a_host_fails_no_request(stack: LoadedStack) -> None:
     ] * MANY
     assert len(moved) == MANY
     assert len(moved & before) >= MANY // 2 - 1, "those of the other host stayed"
-    await stack.admin.undrain_host(UndrainHost(host_id=left))
+    await stack.admin.call(UndrainHost(host_id=left))
 
 
 async def test_a_rolling_restart_of_the_proxies_fails_no_request(stack: LoadedStack) -> None:
@@ -186,7 +182,7 @@ async def test_a_killed_leader_with_a_standby_fails_no_request_and_no_change(sta
     assert led_after_s <= FAILOVER_LIMIT_S
     assert {answer.version for answer in answered} == {"v3"}
     assert len(stack.retries) > retries, "it was asked while nobody led"
-    status = await stack.admin.get_status()
+    status = await stack.admin.call(GetStatus())
     assert status.controller_id == standby.controller_id
     await stack.until_standing_by()
 
@@ -216,7 +212,7 @@ async def looking_on(stack: LoadedStack) -> AsyncIterator[None]:
 
     async def keep_asking() -> None:
         while not enough:  # not cancelled, for nats-py now and then loses a cancellation
-            await stack.admin.get_status()
+            await stack.admin.call(GetStatus())
             await asyncio.sleep(0.01)
 
     async with asyncio.TaskGroup() as tasks:
@@ -231,7 +227,7 @@ async def looking_on(stack: LoadedStack) -> AsyncIterator[None]:
 async def test_shifting_traffic_from_one_backend_to_another_fails_no_request(stack: LoadedStack) -> None:
     for tag in ("blue", "green"):
         await stack.done(
-            await stack.admin.create_backend(
+            await stack.admin.call(
                 CreateBackend(
                     backend_tag=tag,
                     replica_config=replica_config(tag),
@@ -240,22 +236,20 @@ async def test_shifting_traffic_from_one_backend_to_another_fails_no_request(sta
             )
         )
     await stack.done(
-        await stack.admin.create_endpoint(
-            CreateEndpoint(endpoint="shifted", traffic={"blue": 1.0}, route="/shifted")
-        )
+        await stack.admin.call(CreateEndpoint(endpoint="shifted", traffic={"blue": 1.0}, route="/shifted"))
     )
     shares: list[float] = []
     async with SteadyLoad.running("/shifted", stack.http_ports) as load:
         begun = load.now()
         for green in (0.5, 1.0):
             weights = {"blue": 1.0 - green, "green": green}
-            await stack.done(await stack.admin.set_traffic(SetTraffic(endpoint="shifted", weights=weights)))
+            await stack.done(await stack.admin.call(SetTraffic(endpoint="shifted", weights=weights)))
             answers = await load.more(500)
             shares.append(sum(answer.version == "green" for answer in answers) / len(answers))
     load.result(f"traffic shift 0 -> {shares[0]:.0%} -> {shares[1]:.0%}")
     assert {answer.version for answer in load.answers if answer.sent_at < begun} == {"blue"}
     assert shares[0] == pytest.approx(0.5, abs=0.12), "more than five standard deviations off"
     assert shares[1] == 1.0
-    await stack.done(await stack.admin.delete_endpoint(DeleteEndpoint(endpoint="shifted")))
+    await stack.done(await stack.admin.call(DeleteEndpoint(endpoint="shifted")))
     for tag in ("blue", "green"):
-        await stack.done(await stack.admin.delete_backend(DeleteBackend(backend_tag=tag)))
+        await stack.done(await stack.admin.call(DeleteBackend(backend_tag=tag)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from hypothesis import strategies as st
 
 from serve_common.api.commands import (
-    AnyCommand,
+    Command,
     CreateEndpoint,
     DeleteApplication,
     DeleteBackend,
@@ -24,9 +25,9 @@ from serve_common.api.commands import (
     UpdateBackendConfig,
 )
 from serve_common.errors import CommandRefused
-from tests.simulation.closed_loop import Loop
-from tests.simulation.orders import BAD_CODE, application, create_backend, deploy, spec
-from tests.simulation.pure_host import PureHost
+from tests.support.control_loop.closed_loop import Loop
+from tests.support.control_loop.orders import BAD_CODE, application, create_backend, deploy, spec
+from tests.support.control_loop.pure_host import PureHost
 
 names = st.sampled_from(["a", "a", "b"])
 backends = st.sampled_from(["a", "a", "b", "x", "x", "y", "app/front"])
@@ -146,7 +147,7 @@ def new_hosts() -> list[PureHost]:
     return hosts
 
 
-def order(loop: Loop, command: AnyCommand) -> None:
+def order(loop: Loop, command: Command[Any]) -> None:
     """Give a command; one that is refused changes nothing."""
     with contextlib.suppress(CommandRefused):
         loop.command(command)

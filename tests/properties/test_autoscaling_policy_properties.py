@@ -89,7 +89,9 @@ def test_whatever_is_read_the_target_is_within_limits_and_missing_data_or_reques
     state, now = ScalingState(), BEGIN
     for seen, burst, queued, running, asked, pause, age in story:
         reading = LoadSample(at=now - age, seen=seen, burst=burst, queued=queued)
-        inputs = ScalingInput(config=config, num_replicas=num_replicas, num_running=running, asked=asked)
+        inputs = ScalingInput(
+            config=config, num_replicas=num_replicas, num_running=running, policy_target=asked
+        )
         decision = decide_scaling(inputs, [reading], state, now)
         assert config.min_replicas <= decision.target <= config.max_replicas
         assert len(decision.state.fewer) <= FEWER_MAX

@@ -33,7 +33,7 @@ class Queue(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.running = 0
-        self.look_again_at: float | None = None
+        self.check_again_at: float | None = None
         self.waiting: list[WaitingCall] = []  # in the order in which they came
 
     @initialize(
@@ -105,7 +105,7 @@ class Queue(RuleBasedStateMachine):
                 assert call.deadline <= self.now
                 self.waiting.remove(call)
             if decision.batch is None:
-                self.look_again_at = decision.look_again_at
+                self.check_again_at = decision.check_again_at
                 return
             self.check(decision.batch, were_waiting)
             self.running += 1
@@ -155,8 +155,8 @@ class Queue(RuleBasedStateMachine):
             live = [call for call in self.waiting if call.deadline > self.now]
             if live and self.running < self.rules.max_concurrent_batches:
                 goes_at = min(call.arrived_at for call in live) + self.rules.batch_wait_timeout_s
-                assert self.look_again_at is not None
-                assert self.look_again_at <= goes_at
+                assert self.check_again_at is not None
+                assert self.check_again_at <= goes_at
 
 
 TestQueue = Queue.TestCase

@@ -36,7 +36,7 @@ from serve_controller.core.objects import (
     ReplicaState,
     Revision,
     SnapshotRecord,
-    key_of,
+    get_key,
 )
 
 counts = st.integers(0, 2**53)
@@ -85,7 +85,7 @@ backends = st.builds(
     goal_id=texts.map(GoalId),
     target=versions,
     last_good=st.none() | versions,
-    kept=st.none() | versions,
+    retained=st.none() | versions,
     others=st.lists(versions, max_size=1),
     newest_revision=counts,
     force_kill=st.booleans(),
@@ -241,7 +241,7 @@ def checkpoint_of(values: list[CheckpointObject]) -> Checkpoint:
 def contents(checkpoint: Checkpoint) -> dict[object, object]:
     assert all(checkpoint.replicas.values()), "a backend without replicas has no entry"
     assert all(checkpoint.revisions.values()), "a backend without revisions has no entry"
-    return {key_of(value): value for value in checkpoint.all_objects()}
+    return {get_key(value): value for value in checkpoint.all_objects()}
 
 
 def carry_out(draft: Draft, moves: list[tuple[str, CheckpointObject]]) -> None:
@@ -249,7 +249,7 @@ def carry_out(draft: Draft, moves: list[tuple[str, CheckpointObject]]) -> None:
         if verb == "put" or isinstance(value, Counters):
             draft.put(value)
         else:
-            draft.delete(key_of(value))
+            draft.delete(get_key(value))
 
 
 @given(objects)
@@ -288,8 +288,8 @@ def consistent_objects(draw: st.DrawFn) -> list[CheckpointObject]:
     by_key: dict[Key, CheckpointObject] = {}
     claimed: set[tuple[str, str]] = set()
     for value in draw(st.lists(objects, max_size=12)):
-        if key_of(value) not in by_key and not claims(value) & claimed:
-            by_key[key_of(value)] = value
+        if get_key(value) not in by_key and not claims(value) & claimed:
+            by_key[get_key(value)] = value
             claimed |= claims(value)
     return list(by_key.values())
 
@@ -308,9 +308,9 @@ def test_indices_of_a_changed_checkpoint_are_those_of_one_that_is_loaded(values,
     draft = Draft(checkpoint_of(values))
     for verb, value in moves:
         if verb == "delete" and not isinstance(value, Counters):
-            draft.delete(key_of(value))
+            draft.delete(get_key(value))
         elif verb == "put" and not any(
-            claims(value) & claims(other) for other in draft.all_objects() if key_of(other) != key_of(value)
+            claims(value) & claims(other) for other in draft.all_objects() if get_key(other) != get_key(value)
         ):
             draft.put(value)
     loaded = load_checkpoint(dump(value) for value in draft.all_objects())
@@ -340,7 +340,7 @@ def test_changes_name_only_what_differs_and_each_thing_once(values, moves):
     after = contents(draft.checkpoint())
     before = contents(base)
 
-    touched = [key_of(value) for value in changes.puts] + list(changes.deletes)
+    touched = [get_key(value) for value in changes.puts] + list(changes.deletes)
     assert len(touched) == len(set(touched))
     assert set(touched) == {key for key in {*before, *after} if before.get(key, None) != after.get(key, None)}
 
@@ -350,8 +350,8 @@ def test_what_is_put_back_as_it_was_is_no_change(values):
     base = checkpoint_of(values)
     draft = Draft(base)
     for value in base.all_objects():
-        if key_of(value) != COUNTERS_KEY:
-            draft.delete(key_of(value))
+        if get_key(value) != COUNTERS_KEY:
+            draft.delete(get_key(value))
         draft.put(msgspec.structs.replace(value))
     assert not draft.changes()
 

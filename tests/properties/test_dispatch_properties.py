@@ -16,7 +16,7 @@ from serve_common.dispatch.calls import Call, Response
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.frames import BodyHead, CallHead, ErrorHead, RefusedHead, RequestHead, ResponseHead
-from tests.unit.proxy_world import BACKEND, World
+from tests.support.proxy_world import BACKEND, World
 
 REPLICAS = [ReplicaTag(f"d/a#{i}") for i in range(3)]
 NEW = BackendTag("d/new")
@@ -36,14 +36,14 @@ class Story:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.world = World(limit=self.chance.randrange(1, 6), queue=self.chance.randrange(0, 6))
-        self.world.routes._draw = self.chance.random
+        self.world.routes._rng = self.chance.random
         self.told: dict[int, list[object]] = {}
         self.given_up: set[int] = set()
         self.live: dict[int, Call] = {}
         self.now = self.world.now
         self.world.dispatcher._loop = self.world.beat._loop = self  # type: ignore[assignment] - has `time`
         dispatcher = self.world.dispatcher
-        for part in (dispatcher._losses, dispatcher._changes, dispatcher._parking):
+        for part in (dispatcher._lost_requests, dispatcher._changes, dispatcher._pending_reconnect):
             part._loop = self  # type: ignore[assignment]
         self.world.dispatcher._choosing._loop = self  # type: ignore[assignment]
         self.numbers = 0
@@ -66,7 +66,7 @@ class Story:
             code_versions=chance.choice([None, {BACKEND: 1}]),
         )
 
-        def on_answer(_call: Call, answer: Response) -> None:
+        def on_response(_call: Call, answer: Response) -> None:
             self.told[number].append(answer)
             self.act()
 
@@ -75,7 +75,7 @@ class Story:
             self.live.pop(number, None)
             self.act()
 
-        call = self.world.dispatcher.begin(ask, on_answer, on_error)
+        call = self.world.dispatcher.start(ask, on_response, on_error)
         if call.key in self.world.dispatcher.calls:
             self.live[number] = call
 
@@ -139,7 +139,7 @@ class Story:
                     world.dispatcher.bus_reconnected()
             case "time":
                 self.now += chance.choice([0.01, 0.5, 2.0, 30.0])
-                world.beat.look(self.now)
+                world.beat.tick(self.now)
             case _ if reply is not None and world.bus.is_connected:
                 self.hear(step, reply)
 
@@ -175,7 +175,7 @@ def assert_consistent(story: Story) -> None:
             assert all(call.is_suspect for call in waiting), "nobody waits while a replica is open"
             assert not router._may_risk_one()
     for call in held.values():
-        assert call.router is not None or call.key in world.dispatcher._parked
+        assert call.router is not None or call.key in world.dispatcher._pending
         if call.router is not None:
             assert call.key in call.router._places
     assert len(world.bus.receivers) == sum(call.attempt is not None for call in held.values())

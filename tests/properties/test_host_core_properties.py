@@ -95,8 +95,8 @@ class HostMachine(RuleBasedStateMachine):
         again = reconcile_host(self.state, self.now)
         assert again.actions == []
         assert again.state == self.state
-        if plan.look_again_at is not None:
-            assert plan.look_again_at > self.now
+        if plan.check_again_at is not None:
+            assert plan.check_again_at > self.now
 
     def hear(self, event: ReplicaEvent) -> None:
         self.state = apply_event(self.state, event, self.now)

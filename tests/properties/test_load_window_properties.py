@@ -55,9 +55,9 @@ def test_no_load_is_lost_or_invented(began_with: float, steps: list[tuple[float,
             counter = 0.0
             windows.add("url", at, page(counter), WINDOW_S)
     look = windows.at(at)
-    mean = look.reading(ask(AggregationFunction.MEAN), 0.0)
-    highest = look.reading(ask(AggregationFunction.MAX), 0.0)
-    lowest = look.reading(ask(AggregationFunction.MIN), 0.0)
+    mean = look.sample(ask(AggregationFunction.MEAN), 0.0)
+    highest = look.sample(ask(AggregationFunction.MAX), 0.0)
+    lowest = look.sample(ask(AggregationFunction.MIN), 0.0)
     assert mean.seen is not None
     assert highest.seen is not None
     assert lowest.seen is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -58,11 +58,11 @@ def mending(world: World) -> list[Step]:
     return [*kept, *(Step(_application_made_good(world, name)) for name in moving)]
 
 
-def _is_of(command: c.AnyCommand, groups: Collection[str]) -> bool:
+def _is_of(command: c.Command[Any], groups: Collection[str]) -> bool:
     return isinstance(command, c.Deploy) and command.name.partition("/")[0] in groups
 
 
-def _application_made_good(world: World, name: str) -> c.AnyCommand:
+def _application_made_good(world: World, name: str) -> c.Command[Any]:
     wishes = world.checks.reference.now
     group = wishes.groups[name]
     good = ReplicaConfig(import_path=Code.GOOD.value, ray_actor_options=RayActorOptions(num_cpus=0.5))
@@ -79,7 +79,7 @@ def _application_made_good(world: World, name: str) -> c.AnyCommand:
     return c.DeployApplication(name=name, deployments=specs, ingress=ingress, route_prefix=group.takes_over)
 
 
-def _made_good(world: World, tag: str, good: ReplicaConfig) -> c.AnyCommand:
+def _made_good(world: World, tag: str, good: ReplicaConfig) -> c.Command[Any]:
     wishes = world.checks.reference.now
     config = wishes.backends[tag].config
     if config.autoscaling_config is not None:
@@ -124,13 +124,13 @@ def why_not_calm(world: World) -> str:
             if replica.state is not ReplicaState.RUNNING:
                 return f"{replica.replica_tag} is {replica.state.value}: {replica.message}"
     for backend in checkpoint.backends.values():
-        there = len(checkpoint.replicas_of(backend.backend_tag))
+        there = len(checkpoint.get_replicas(backend.backend_tag))
         if there != wanted_of(backend):
             return f"{there} of {wanted_of(backend)} replicas of {backend.backend_tag} are there"
         if backend.deleting:
             return f"{backend.backend_tag} is being deleted"
-        versions = {_version(v) for v in (backend.target, backend.kept) if v is not None}
-        for replica in checkpoint.replicas_of(backend.backend_tag).values():
+        versions = {_version(v) for v in (backend.target, backend.retained) if v is not None}
+        for replica in checkpoint.get_replicas(backend.backend_tag).values():
             if (replica.code_version, replica.config_version) not in versions:
                 return f"{replica.replica_tag} is of another version than the target"
     for host in world.hosts:
@@ -138,7 +138,7 @@ def why_not_calm(world: World) -> str:
         if host.is_up and known is not None and host.state.generation != known.generation:
             return f"{host.host_id} obeys another goal"
         for tag in host.state.replicas:
-            if tag not in checkpoint.replicas_of(parse_backend_tag(tag)):
+            if tag not in checkpoint.get_replicas(parse_backend_tag(tag)):
                 return f"{host.host_id} still has {tag}"
     foreign = sorted(key for key in world.bus.bucket if key not in checkpoint.snapshots)
     if foreign:
@@ -166,11 +166,11 @@ def check_converged(world: World) -> None:
     check(not wishes.leaving, f"{wishes.leaving} were dropped and are still there")
     for tag, backend in sorted(checkpoint.backends.items()):
         running = {t for host in world.hosts for t in host.serving if parse_backend_tag(t) == tag}
-        rows = checkpoint.replicas_of(tag)
+        rows = checkpoint.get_replicas(tag)
         check(running == set(rows), f"{sorted(running)} of {tag} run, {sorted(rows)} are recorded")
         for replica in rows.values():
             host = next(h for h in world.hosts if h.host_id == replica.host_id)
-            version = backend.version_of(replica.config_version)
+            version = backend.get_version(replica.config_version)
             wanted = None if version is None else version.backend_config.user_config
             has = host.runs_with[replica.replica_tag]
             check(has == wanted, f"{replica.replica_tag} runs with {has!r}, not with {wanted!r}")

@@ -70,7 +70,7 @@ def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:
     """Whether only the words change by which a replica says why it waits: those may be a while behind."""
     if not isinstance(value, Replica):
         return False
-    known = checkpoint.replicas_of(value.backend_tag).get(value.replica_tag)
+    known = checkpoint.get_replicas(value.backend_tag).get(value.replica_tag)
     return known is not None and msgspec.structs.replace(known, message=value.message) == value
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from serve_controller.shell.control_loop import Term
     from tests.simulation.sim_controller import SimController
     from tests.simulation.sim_host import SimHost
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 S = ReplicaState
 STUCK_S = 21.0
@@ -41,7 +41,7 @@ def wanted_of(backend: Backend) -> int:
 
 
 def _count(checkpoint: Checkpoint, tag: BackendTag, states: tuple[ReplicaState, ...]) -> int:
-    return sum(r.state in states for r in checkpoint.replicas_of(tag).values())
+    return sum(r.state in states for r in checkpoint.get_replicas(tag).values())
 
 
 class Surge:
@@ -63,7 +63,7 @@ class Surge:
         for value in changes.puts:
             if (
                 isinstance(value, Replica)
-                and value.replica_tag not in before.replicas_of(value.backend_tag)
+                and value.replica_tag not in before.get_replicas(value.backend_tag)
                 and value.state in BEGINS
             ):
                 begun[value.backend_tag] = begun.get(value.backend_tag, 0) + 1
@@ -101,7 +101,7 @@ class UnavailableBudget:
             backend = after.backends[tag]
             config = backend.target.backend_config
             least = wanted_of(backend)
-            no_room = any(r.state is S.SHOULD_START for r in after.replicas_of(tag).values()) or not share(
+            no_room = any(r.state is S.SHOULD_START for r in after.get_replicas(tag).values()) or not share(
                 config, config.max_surge_percent
             )
             if no_room:
@@ -112,7 +112,7 @@ class UnavailableBudget:
             )
 
     def _is_well(self, before: Checkpoint, replica: Replica) -> bool:
-        was = before.replicas_of(replica.backend_tag).get(replica.replica_tag)
+        was = before.get_replicas(replica.backend_tag).get(replica.replica_tag)
         if was is None or was.state not in SERVING or replica.replica_tag in self.world.checks.not_well:
             return False
         # One that did not take its configuration, as on a host that hangs, is replaced.
@@ -143,7 +143,7 @@ class ServingIsNotForgotten:
             return
         for kind, name in changes.deletes:
             if kind is ObjectKind.REPLICA and name not in self.world.checks.not_well:
-                was = before.replicas_of(parse_backend_tag(ReplicaTag(name)))[ReplicaTag(name)]
+                was = before.get_replicas(parse_backend_tag(ReplicaTag(name)))[ReplicaTag(name)]
                 self.world.check(
                     was.state not in SERVING or not any(name in host.serving for host in self.world.hosts),
                     f"{name} serves and was taken for gone",
@@ -211,7 +211,7 @@ class ForceKillIsForced:
 
     def on_drain(self, host: SimHost, tag: ReplicaTag) -> None:
         backend_tag = parse_backend_tag(tag)
-        replica = self.world.store.checkpoint.replicas_of(backend_tag).get(tag)
+        replica = self.world.store.checkpoint.get_replicas(backend_tag).get(tag)
         if replica is not None and not host.state.is_leaving:
             self.world.check(
                 replica.since < self.forced.get(backend_tag, float("inf")),
@@ -237,7 +237,7 @@ class ReconfiguresAFew:
         told: set[BackendTag] = set()
         for value in changes.puts:
             if isinstance(value, Replica) and value.state is S.UPDATING:
-                was = before.replicas_of(value.backend_tag).get(value.replica_tag)
+                was = before.get_replicas(value.backend_tag).get(value.replica_tag)
                 if was is not None and was.state is S.RUNNING:
                     told.add(value.backend_tag)
         for tag in sorted(told):
@@ -269,7 +269,7 @@ class RoomOfHosts:
         for value in changes.puts:
             if not isinstance(value, Replica) or value.host_id is None:
                 continue
-            was = before.replicas_of(value.backend_tag).get(value.replica_tag)
+            was = before.get_replicas(value.backend_tag).get(value.replica_tag)
             if was is None and value.state not in BEGINS:
                 continue
             if was is not None and was.host_id is not None:
@@ -282,7 +282,7 @@ class RoomOfHosts:
                 f"{value.replica_tag} was placed on {value.host_id}, which is to run nothing",
             )
             most = after.backends[value.backend_tag].target.backend_config.max_replicas_per_host
-            there = sum(r.host_id == value.host_id for r in after.replicas_of(value.backend_tag).values())
+            there = sum(r.host_id == value.host_id for r in after.get_replicas(value.backend_tag).values())
             self.world.check(
                 most is None or there <= most, f"{there} replicas of {value.backend_tag} on {value.host_id}"
             )

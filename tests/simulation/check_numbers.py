@@ -14,8 +14,8 @@ from serve_controller.ports import HistoryEntry
 from tests.simulation.check_budgets import BEGINS
 
 if TYPE_CHECKING:
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class NumbersRise:
         for value in changes.puts:
             match value:
                 case Replica():
-                    is_new = value.replica_tag not in before.replicas_of(value.backend_tag)
+                    is_new = value.replica_tag not in before.get_replicas(value.backend_tag)
                     if is_new and value.state in BEGINS:
                         may_give = self.tags.may_give(value.replica_tag, writer)
                         check(may_give, f"{value.replica_tag} was given again")

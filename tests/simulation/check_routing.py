@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from serve_controller.ports import HistoryEntry
     from tests.simulation.sim_host import SimHost
     from tests.simulation.sim_proxy import SimProxy
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 
 class HostGoalsAreRecorded:
@@ -31,7 +31,7 @@ class HostGoalsAreRecorded:
         self.recorded: dict[ReplicaTag, str | None] = {}
         """Every replica that was ever recorded, and its host."""
         self.sent: dict[tuple[str, int, int], tuple[object, ...]] = {}
-        self.companions: dict[ReplicaTag, tuple[int, dict[BackendTag, int]]] = {}
+        self.peer_versions: dict[ReplicaTag, tuple[int, dict[BackendTag, int]]] = {}
         """What each replica was first told to be, and to belong with."""
 
     def on_commit(
@@ -46,10 +46,10 @@ class HostGoalsAreRecorded:
         for value in changes.puts:
             if isinstance(value, Replica):
                 self.recorded[value.replica_tag] = value.host_id
-                known = before.replicas_of(value.backend_tag).get(value.replica_tag)
+                known = before.get_replicas(value.backend_tag).get(value.replica_tag)
                 if known is None and value.state not in BEGINS:
                     # All that is known of what a lost goal told it is that it runs.
-                    self.companions.pop(value.replica_tag, None)
+                    self.peer_versions.pop(value.replica_tag, None)
 
     def on_goal_sent(self, goal: HostGoal) -> None:
         for replica in goal.replicas:
@@ -57,8 +57,8 @@ class HostGoalsAreRecorded:
                 self.recorded.get(replica.replica_tag) == goal.host_id,
                 f"{replica.replica_tag} was sent to {goal.host_id} and is not recorded there",
             )
-            told = (replica.code_version, replica.companions)
-            began = self.companions.setdefault(replica.replica_tag, told)
+            told = (replica.code_version, replica.peer_versions)
+            began = self.peer_versions.setdefault(replica.replica_tag, told)
             self.world.check(
                 began == told, f"{replica.replica_tag} began as {began} and is told that it is {told}"
             )
@@ -126,7 +126,7 @@ class SnapshotsAreTrue:
             content = None if record is None else record.snapshot.content
             routed = set(content.replicas) if isinstance(content, BackendSnapshot) else set()
             codes = {
-                r.replica_tag: r.code_version for r in after.replicas_of(tag).values() if r.state in SERVING
+                r.replica_tag: r.code_version for r in after.get_replicas(tag).values() if r.state in SERVING
             }
             told = content.code_versions if isinstance(content, BackendSnapshot) else {}
             if told != (codes if len(set(codes.values())) > 1 else {}):
@@ -201,7 +201,7 @@ class RoutesAreLeftFirst:
         if host.state.goal_epoch <= self.world.lost_epoch:
             self.world.checks.not_well.add(tag)  # by a goal that a restored store lost
             return
-        replica = self.world.store.checkpoint.replicas_of(parse_backend_tag(tag)).get(tag)
+        replica = self.world.store.checkpoint.get_replicas(parse_backend_tag(tag)).get(tag)
         self.world.check(
             replica is None or replica.state not in SERVING, f"{host.host_id} drains {tag}, which is to serve"
         )

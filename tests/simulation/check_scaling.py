@@ -15,8 +15,8 @@ from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request
 
 if TYPE_CHECKING:
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 
 class UsersWinOverTheAutoscaler:

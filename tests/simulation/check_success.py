@@ -13,8 +13,8 @@ from serve_controller.core.goals.scope import owned_backends
 from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ReplicaState
 
 if TYPE_CHECKING:
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 
 FAILED = (ReplicaStatus.FAILED, ReplicaStatus.DEAD)
@@ -43,7 +43,7 @@ class SuccessIsTrue:
         for tag in owned_backends(goal):
             backend = after.backends.get(tag)
             if backend is None or backend.deleting:
-                left = sorted(after.replicas_of(tag))
+                left = sorted(after.get_replicas(tag))
                 self.world.check(not left, f"{goal.goal_id} deleted {tag}, and {left} are left")
                 self._nothing_runs(goal, tag)
             else:
@@ -71,7 +71,7 @@ class SuccessIsTrue:
 
     def _runs(self, after: Checkpoint, goal: Goal, backend: Backend) -> None:
         target, tag = backend.target, backend.backend_tag
-        replicas = after.replicas_of(tag).values()
+        replicas = after.get_replicas(tag).values()
         ready = [
             r.replica_tag
             for r in replicas

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tests.simulation.sim_controller import SimController
     from tests.simulation.sim_host import SimHost
     from tests.simulation.sim_proxy import SimProxy
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 HOOKS: Final = (
     "on_commit",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from serve_common.api.commands import AnyCommand, ChangeReply, ShutdownReply
-from serve_common.api.verbs import VERBS
+from serve_common.api.commands import ChangeReply, Command, ShutdownReply
 from serve_common.api.views import GoalStatus
 from serve_common.errors import CommandRefused, ServeError
 from serve_common.names import GoalId
@@ -21,14 +20,12 @@ RETRY_S: Final = 0.3
 WAIT_S: Final = 40.0
 """How long a client waits for a goal before it goes on."""
 
-VERB_BY_REQUEST: Final = {request: verb for verb, (request, _) in VERBS.items()}
-
 
 @dataclass(frozen=True)
 class Step:
     """One thing that a client does."""
 
-    command: AnyCommand
+    command: Command[Any]
     waits: bool = True
     """For the goal's end, before the next step."""
     think_s: float = 0.0
@@ -72,13 +69,13 @@ class Client:
         if not world.bus.available or not serving:
             world.after(RETRY_S, lambda: self._again(attempt))
             return
-        verb, payload = VERB_BY_REQUEST[type(command)], msgspec.json.encode(command)
+        payload = msgspec.json.encode(command)
         controller = serving[0] if len(serving) == 1 else world.dice.choice(serving)
 
         def answer(reply: bytes | ServeError | None) -> None:
             world.send(lambda: self._answered(attempt, reply))
 
-        world.send(lambda: controller.call(verb, payload, answer))
+        world.send(lambda: controller.call(command.verb, payload, answer))
         world.after(TIMEOUT_S, lambda: self._again(attempt))
 
     def _again(self, attempt: int) -> None:
@@ -102,8 +99,7 @@ class Client:
 
     def _acknowledged(self, payload: bytes) -> None:
         step = self.steps[self._at]
-        _, reply_type = VERBS[VERB_BY_REQUEST[type(step.command)]]
-        reply = msgspec.json.decode(payload, type=reply_type)
+        reply = msgspec.json.decode(payload, type=step.command.reply_type())
         goal_ids: list[GoalId] = []
         match reply:
             case ShutdownReply():

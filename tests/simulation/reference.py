@@ -36,8 +36,8 @@ from tests.simulation.wishes import (
 )
 
 if TYPE_CHECKING:
-    from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+    from tests.simulation.world_store import Writer
 
 
 class Reference:
@@ -105,7 +105,7 @@ class Reference:
             if kind is ObjectKind.BACKEND:
                 self._gone(before, after, BackendTag(name))
 
-    def on_executed(self, command: c.AnyCommand, reply: c.CommandReply) -> str:
+    def on_executed(self, command: c.Command[Any], reply: c.CommandReply) -> str:
         """A command is about to be acknowledged: it must be recorded, and hold. Returns what is wrong."""
         goals = self.world.store.checkpoint.goals
         goal_ids = reply.goal_ids if isinstance(reply, c.ShutdownReply) else [reply.goal_id]

@@ -14,7 +14,7 @@ from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
 from tests.simulation.kernel import sleep
-from tests.simulation.wire import carried
+from tests.support.control_loop.wire import carried
 
 if TYPE_CHECKING:
     from tests.simulation.sim_controller import SimController
@@ -41,7 +41,7 @@ class SimBus:
         self.revision = 0
         self.is_hanging = False
         """Nothing comes through, and nobody is told: no connection breaks."""
-        self._held: list[tuple[bool, Callable[[], object]]] = []
+        self._active: list[tuple[bool, Callable[[], object]]] = []
         """What came meanwhile, and whether it is of an ordered channel."""
         self._connection = 0
         """Counts how often it came back: what was under way on an older one is lost."""
@@ -208,7 +208,7 @@ class SimBus:
     def carry(self, event: Callable[[], object], *, is_ordered: bool = False) -> None:
         """Let ``event`` happen now, or when the bus goes on."""
         if self.is_hanging:
-            self._held.append((is_ordered, event))
+            self._active.append((is_ordered, event))
         else:
             event()
 
@@ -226,7 +226,7 @@ class SimBus:
         self.world.checks.led_since = self.world.time
         if self.world.checks.is_bucket_lost:
             self.world.checks.bucket_lost_at = self.world.time
-        held, self._held = self._held, []
+        held, self._active = self._active, []
         self.world.trace(f"the bus goes on with {len(held)} messages")
         for is_ordered, event in held:
             self.world.after(0.0 if is_ordered else self.world.dice.uniform(0.0, BURST_S), event)
@@ -236,7 +236,7 @@ class SimBus:
     def go(self) -> None:
         """The bus is away; its clients notice, and what it held is lost."""
         self.available = self.is_hanging = False
-        self._held.clear()
+        self._active.clear()
         self._connection += 1
         for controller in self.world.controllers:
             controller.notice_bus()

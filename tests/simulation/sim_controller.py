@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from serve_common.api.commands import AnyCommand, CommandReply
+from serve_common.api.commands import Command, CommandReply
 from serve_common.errors import FencedOut, ServeError, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_common.protocol.reports import HostReport, ProxyReport
@@ -17,9 +17,9 @@ from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.boundary import LeadersBoundary
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.leadership import (
-    ANSWER_WITHIN_S,
     LEASE_TTL_S,
     PING_EVERY_S,
+    PING_TIMEOUT_S,
     RENEW_EVERY_S,
     STANDBY_POLL_S,
     STORE_RETRY_S,
@@ -28,14 +28,14 @@ from serve_controller.shell.leadership import (
 from serve_controller.shell.service import CYCLE_GAP_S, IDLE_WAIT_S
 from tests.simulation.crashes import Crash, SimBoundary
 from tests.simulation.kernel import Process, SimLock, run_now
-from tests.simulation.twins.world_store import StoreOf
+from tests.simulation.world_store import StoreOf
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 RESTART_S: Final = 1.0
 
-Execute = Callable[[AnyCommand, bytes, str], Coroutine[Any, Any, CommandReply]]
+Execute = Callable[[Command[Any], bytes, str], Coroutine[Any, Any, CommandReply]]
 Answer = Callable[[bytes | ServeError | None], None]
 """Takes the reply, an error, or None when the process died on the way."""
 
@@ -82,7 +82,7 @@ class SimController:
         self.liveness = BusLiveness(self.world.time)
         if not self.world.bus.available:
             self.liveness.went()
-        self._beat_at, self._is_in_doubt = float("-inf"), False
+        self._heartbeat_at, self._is_in_doubt = float("-inf"), False
         self.effect_begun_at = 0.0
         """The last one."""
         self._newest_epoch = 0
@@ -134,7 +134,7 @@ class SimController:
         return not self._is_in_doubt and not self._has_stood_still()
 
     def _has_stood_still(self) -> bool:
-        return self.world.time - self._beat_at >= LEASE_TTL_S
+        return self.world.time - self._heartbeat_at >= LEASE_TTL_S
 
     def _leading_term(self) -> Term | None:
         return self.term if self.is_sure else None
@@ -192,7 +192,7 @@ class SimController:
         self._schedule(0.0)
 
     def _watched(self, execute: Execute) -> Execute:
-        async def watched(command: AnyCommand, request: bytes, who: str = "") -> CommandReply:
+        async def watched(command: Command[Any], request: bytes, who: str = "") -> CommandReply:
             reply = await execute(command, request, who)
             self._claims[id(request)] = self.world.checks.reference.on_executed(command, reply)
             return reply
@@ -208,13 +208,13 @@ class SimController:
         return epoch
 
     def _know(self) -> None:
-        self._beat_at, self._is_in_doubt = self.world.time, False
+        self._heartbeat_at, self._is_in_doubt = self.world.time, False
 
     def _renew(self, term: Term) -> None:
         if self.term is not term:
             return
         self._is_in_doubt = self._is_in_doubt or self._has_stood_still()
-        self._beat_at = self.world.time
+        self._heartbeat_at = self.world.time
         # Who stood still goes on before the store has answered.
         self._after(0.005 if self._is_in_doubt else 0.0, lambda: self._ask_to_renew(term))
 
@@ -271,13 +271,13 @@ class SimController:
             self._lose(term)
             return
 
-        def ended(look_again_at: float | None, error: BaseException | None) -> None:
+        def ended(check_again_at: float | None, error: BaseException | None) -> None:
             if self.term is not term:
                 return
             self._cycle_number = None
             match error:
                 case None:
-                    self._cycled(term, look_again_at)
+                    self._cycled(term, check_again_at)
                 case Crash():
                     self.crash()
                 case FencedOut():
@@ -289,21 +289,21 @@ class SimController:
         if self._cycle_number == -1:
             self._cycle_number = number
 
-    def _cycled(self, term: Term, look_again_at: float | None) -> None:
+    def _cycled(self, term: Term, check_again_at: float | None) -> None:
         self.cycles += 1
         self.world.checks.on_cycle(self, term)
         self._wake_at = None
         if self._is_woken:
             self._schedule(CYCLE_GAP_S)
         else:
-            wait_s = IDLE_WAIT_S if look_again_at is None else look_again_at - self.world.time
+            wait_s = IDLE_WAIT_S if check_again_at is None else check_again_at - self.world.time
             self._schedule(min(max(wait_s, CYCLE_GAP_S), IDLE_WAIT_S))
 
     # -- what comes over the bus ---------------------------------------------------------------------------------------
 
-    def hear(self, report: HostReport | ProxyReport) -> None:
+    def on_report(self, report: HostReport | ProxyReport) -> None:
         """A report came."""
-        self.process.when_running(lambda: self.term.hear(report) if self.term is not None else None)
+        self.process.when_running(lambda: self.term.on_report(report) if self.term is not None else None)
 
     def on_leader_notice(self, epoch: int) -> None:
         """Another controller says that it leads."""
@@ -352,7 +352,7 @@ class SimController:
                 self._bus_went()
 
         def answered() -> None:
-            was_away = self.liveness.answered(self.world.time)
+            was_away = self.liveness.record_response(self.world.time)
             if was_away:
                 self._bus_came()
             if self.term is not None:
@@ -361,7 +361,7 @@ class SimController:
                     self.world.tell_leader(self, self.term.epoch)
 
         self.world.bus.round_trip(lambda: self.process.when_running(lambda: end(answered)))
-        self._after(ANSWER_WITHIN_S, lambda: end(unanswered))
+        self._after(PING_TIMEOUT_S, lambda: end(unanswered))
 
     def call(self, verb: str, payload: bytes, answer: Answer) -> None:
         """A command comes; ``answer`` is called when there is one to give."""
@@ -383,6 +383,6 @@ class SimController:
 
         def begin() -> None:
             if self.is_up and self.lives == life:
-                self.process.spawn(self.admin.answer(verb, payload, "client"), ended)
+                self.process.spawn(self.admin.handle(verb, payload, "client"), ended)
 
         self.process.when_running(begin)

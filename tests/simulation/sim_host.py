@@ -180,8 +180,8 @@ class SimHost:
             self.state = plan.state
             for action in plan.actions:
                 self._perform(action)
-            if plan.look_again_at is not None:
-                self._look_again(plan.look_again_at)
+            if plan.check_again_at is not None:
+                self._look_again(plan.check_again_at)
         if has_left(self.state):
             self.stop()
         if must_report or self.state is not before:

@@ -129,9 +129,9 @@ def _http(dice: random.Random) -> dict[str, Any]:
     )
 
 
-Draw = Callable[[random.Random, str | None], c.AnyCommand]
+Rng = Callable[[random.Random, str | None], c.Command[Any]]
 
-COMMANDS: Final[dict[str, tuple[int, Draw]]] = {
+COMMANDS: Final[dict[str, tuple[int, Rng]]] = {
     "deploy": (30, _deploy),
     "deploy_application": (12, _deploy_application),
     "create_backend": (

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from immutables import Map
 
-from serve_common.api.commands import AnyCommand, CommandReply
+from serve_common.api.commands import Command, CommandReply
 from serve_common.errors import StoreUnavailable
 from serve_controller.core import dirty_set as attention
 from serve_controller.core import (
@@ -47,8 +47,8 @@ from serve_controller.shell.control_loop import Term
 from serve_controller.shell.leadership import BusLiveness
 from tests.simulation.runs import run_seed
 from tests.simulation.scenario import PAIR_STORY, STORY, effects_of, run_stall, run_story, run_stuck
-from tests.simulation.twins.world_store import WorldStore
 from tests.simulation.world import Faults
+from tests.simulation.world_store import WorldStore
 
 # The package has a function of the same name.
 ROLLBACK = importlib.import_module("serve_controller.core.commands.deployments")
@@ -56,8 +56,11 @@ RUNS_MAX = 500
 """Until a mutant must have shown."""
 
 
-def caught(term_class: type[Term] = Term) -> str:
-    """The first broken promise, and in which run; empty when there is none."""
+def caught(term_class: type[Term] = Term, first_seed: int = 0) -> str:
+    """The first broken promise, and in which run; empty when there is none.
+
+    ``first_seed`` is tried before all others.
+    """
     told = [
         lambda: run_story(STORY, term_class=term_class),
         lambda: run_stuck(term_class),
@@ -67,7 +70,7 @@ def caught(term_class: type[Term] = Term) -> str:
         outcome = run()
         if outcome.violations:
             return f"a story: {outcome.violations[0]}"
-    for seed in range(RUNS_MAX):
+    for seed in (first_seed, *range(RUNS_MAX)):
         outcome = run_seed(seed, term_class)
         if outcome.violations:
             return f"{outcome.name}: {outcome.violations[0]}"
@@ -80,7 +83,7 @@ def caught(term_class: type[Term] = Term) -> str:
 class RepliesBeforeRecording(Term):
     """Acknowledges a command and leaves the recording to nobody."""
 
-    async def execute(self, command: AnyCommand, request: bytes, who: str = "") -> CommandReply:
+    async def execute(self, command: Command[Any], request: bytes, who: str = "") -> CommandReply:
         accepted = decide(self.checkpoint, command, self._clock.now())
         self.checkpoint = self.checkpoint.applied(accepted.changes)
         self.on_change()
@@ -93,15 +96,15 @@ class PerformsBeforeRecording(Term):
     async def run_cycle(self) -> float | None:
         await self._make_certain()
         plan = self._plan({})
-        look_again_at = await self._executor.perform_all(plan.actions)
+        check_again_at = await self._executor.perform_all(plan.actions)
         try:
             if plan.changes:
                 await self._record("record_plan", plan.changes, plan.checkpoint, [], [])
         except StoreUnavailable:
             return self._clock.now() + 0.5
-        self._observations.dirty_sets.add(plan.attention)
+        self._observations.dirty_sets.add(plan.dirty_set)
         self._observations.due(plan.due)
-        return look_again_at
+        return check_again_at
 
 
 class TrustsWhatIsUncertain(Term):
@@ -261,7 +264,7 @@ MUTANTS: dict[str, list[Patch]] = {
         (observed, "has_passed", _by_the_clock),
         (attention, "has_passed", _by_the_clock),
         (BusLiveness, "unanswered", lambda *_: False),
-        (BusLiveness, "answered", lambda *_: False),
+        (BusLiveness, "record_response", lambda *_: False),
     ],
     "whoever reports is believed": [(observed, "_check_free", lambda *_: None)],
     "a new leader believes whoever reports first": [(observed, "_check_free", _free_when_unknown)],
@@ -290,10 +293,10 @@ MUTANTS: dict[str, list[Patch]] = {
     "force_kill is ignored": [(backends, "give_up", _gives_up_gently)],
     "a rollback goes to the oldest revision": [(ROLLBACK, "_chosen", _the_oldest_revision)],
     "a recorded change asks for no look at room": [
-        (reconcile, "dirty_by_changes", _without("has_room", attention.dirty_by_changes)),
-        (term, "dirty_by_changes", _without("has_room", attention.dirty_by_changes)),
-        (hearing, "dirty_by_host_report", _without("has_room", attention.dirty_by_host_report)),
-        (attention.SilenceDetector, "of_host", _without("has_room", attention.SilenceDetector.of_host)),
+        (reconcile, "dirty_by_changes", _without("has_capacity", attention.dirty_by_changes)),
+        (term, "dirty_by_changes", _without("has_capacity", attention.dirty_by_changes)),
+        (hearing, "dirty_by_host_report", _without("has_capacity", attention.dirty_by_host_report)),
+        (attention.SilenceDetector, "of_host", _without("has_capacity", attention.SilenceDetector.of_host)),
     ],
     "a recorded change asks for no look at goals": [
         (reconcile, "dirty_by_changes", _without("goals", attention.dirty_by_changes)),
@@ -314,11 +317,25 @@ MUTANTS: dict[str, list[Patch]] = {
 }
 
 
+SHOWN_BY = {
+    "the autoscaler moves what a user has paused": 112,
+    "a recorded change asks for no look at goals": 98,
+    "a leader goes on upon a store that was restored": 59,
+    "a recorded change asks for no look at room": 36,
+    "a new leader believes whoever reports first": 33,
+    "late writes of an older epoch are made": 30,
+    "a replaced goal is not ended": 29,
+    "an unacknowledged host goal is not sent again": 21,
+    "a lost host's replicas are not replaced": 17,
+}
+"""Seeds that showed these mutants once. They are tried first, which saves hundreds of runs in which nothing shows."""
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_of_the_core_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, attribute, replacement in MUTANTS[name]:
         monkeypatch.setattr(owner, attribute, replacement)
-    assert caught()
+    assert caught(first_seed=SHOWN_BY.get(name, 0))
 
 
 def test_a_new_leader_that_commands_hosts_before_it_knows_the_bucket_is_caught(

@@ -14,7 +14,7 @@ from serve_common.names import BackendTag
 from serve_controller.core.restored import ADOPTED_CONFIG_VERSION
 from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.simulation.calm import check_converged, why_not_calm
-from tests.simulation.clients import VERB_BY_REQUEST, Client, Step
+from tests.simulation.clients import Client, Step
 from tests.simulation.runs import SETTLE_S
 from tests.simulation.scenario import application, deploy
 from tests.simulation.world import Violated, World
@@ -188,7 +188,7 @@ def test_a_leader_whose_epoch_a_restored_store_gave_to_another_writes_nothing() 
     assert [None if x.term is None else x.term.epoch for x in world.controllers] == [2, 2]
     before, answers = world.store.checkpoint, []
     command = deploy("b", "v1", num=1, request_id="r")
-    former.call(VERB_BY_REQUEST[type(command)], msgspec.json.encode(command), answers.append)
+    former.call(command.verb, msgspec.json.encode(command), answers.append)
     with contextlib.suppress(Violated):
         world.run_until(lambda: bool(answers), 10.0)
     assert world.violations == []

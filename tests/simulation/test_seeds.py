@@ -6,15 +6,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.simulation.runs import run_seed
 from tests.simulation.stories import COMMANDS
 from tests.simulation.weather import MISHAPS
+from tests.support.paths import ROOT
 
-SEEDS = 160
+SEEDS = 120
+"""More than any mutant of `test_mutants` needs until it shows."""
 BLOCKS = 4
 
 
@@ -34,17 +35,17 @@ def test_no_storm_breaks_a_promise(block: int) -> None:
 @pytest.mark.timeout(500)
 def test_the_same_seed_gives_the_same_trace_whatever_the_hashes_are() -> None:
     """Sets and hash tries have another order in another process; no decision may depend on it."""
-    code = "from tests.simulation.sweeps import digests; print(digests(range(40, 60)))"
+    code = "from tests.simulation.sweeps import digests; print(digests(range(40, 50)))"
     told = [_python(code, hash_seed) for hash_seed in ("1", "2")]
     assert told[0] == told[1]
-    assert len(told[0].split(",")) == 20
+    assert len(told[0].split(",")) == 10
 
 
 def _python(code: str, hash_seed: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,

@@ -156,7 +156,7 @@ def _forge(world: World, dice: random.Random, knows_records: bool) -> None:
             and _holds(term, lie, life, world.time)
             and (knows_records or _is_heard(term, lie))
         ):
-            controller.hear(lie)
+            controller.on_report(lie)
     world.after(1.0, lambda: _check_forged(world))
 
 
@@ -181,7 +181,7 @@ def _holds(term: Term, lie: HostReport | ProxyReport, life: str, now: float) -> 
     if known is None:
         is_recorded = record is not None and bool(record.holder)
         return is_recorded and observed.since is not None and now - observed.since < _HEARD_S
-    return known.report.incarnation == life and now - known.heard_at < _HEARD_S
+    return known.report.incarnation == life and now - known.last_seen_at < _HEARD_S
 
 
 def _check_forged(world: World) -> None:

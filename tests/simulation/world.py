@@ -20,9 +20,9 @@ from tests.simulation.sim_bus import BURST_S, SimBus
 from tests.simulation.sim_controller import SilentTelemetry, SimController
 from tests.simulation.sim_host import SimHost
 from tests.simulation.sim_proxy import SimProxy
-from tests.simulation.twins.world_store import WorldStore, Writer
 from tests.simulation.weather import Faults, Weather
-from tests.simulation.wire import carried
+from tests.simulation.world_store import WorldStore, Writer
+from tests.support.control_loop.wire import carried
 
 TRACE_MAX = 20_000
 
@@ -137,7 +137,7 @@ class World(Kernel):
             goals = {goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals}
             self.lost_goals |= goals
             for tag, replicas in lost.replicas.items():
-                self.lost_replicas |= set(replicas) - set(self.store.checkpoint.replicas_of(tag))
+                self.lost_replicas |= set(replicas) - set(self.store.checkpoint.get_replicas(tag))
             self.is_loss_seen = self._is_store_behind()
             if not self.is_loss_seen:
                 self.unseen_goals |= goals
@@ -187,7 +187,7 @@ class World(Kernel):
         report = carried(report)
         for controller in self.controllers:
             if controller.term is not None:
-                self.send(lambda controller=controller: controller.hear(report))
+                self.send(lambda controller=controller: controller.on_report(report))
 
     def tell_leader(self, leader: SimController, epoch: int) -> None:
         """A controller says to all that it leads."""

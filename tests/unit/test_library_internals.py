@@ -24,7 +24,8 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.micro.service import Endpoint, Service
 
-ROOT: Final = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 BOUNDED: Final = {"aiohttp": "aiohttp", "nats": "nats-py"}
 """Package → distribution."""
 

@@ -39,7 +39,7 @@ _GLANCE: Final = Row(
         ),
         Panel(
             title="Alerts firing",
-            description="Each is explained in RUNBOOK.md; the row below shows which.",
+            description="Each is explained in docs/runbook.md; the row below shows which.",
             unit="none",
             kind=Kind.NUMBER,
             width=3,
@@ -93,7 +93,7 @@ _GLANCE: Final = Row(
         ),
         Panel(
             title="Alerts",
-            description="Which alerts fire and since when; empty is good. What to do is in RUNBOOK.md under the "
+            description="Which alerts fire and since when; empty is good. What to do is in docs/runbook.md under the "
             "name.",
             unit="none",
             kind=Kind.STATES,

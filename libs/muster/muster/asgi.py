@@ -70,7 +70,7 @@ def bind_routes(app: Any, cls: type[Any]) -> None:
     Does nothing for an application whose routes are not Starlette's. Raises ValueError for a method without ``self``.
     """
     for router, route in _walk(app, set()):
-        owner = _owner_of(route.endpoint, cls)
+        owner = _get_owner(route.endpoint, cls)
         if owner is None or hasattr(route, _OWNER):
             continue
         bind = _with_dependency if hasattr(route, "dependant") else _with_instance
@@ -96,7 +96,7 @@ def _walk(router: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
             yield from _walk(inner, seen)
 
 
-def _owner_of(endpoint: Any, cls: type[Any]) -> type[Any] | None:
+def _get_owner(endpoint: Any, cls: type[Any]) -> type[Any] | None:
     """The class among ``cls`` and its bases whose body defines the function, unless it takes no ``self``.
 
     Found by name, because a later method may have replaced it in the class.

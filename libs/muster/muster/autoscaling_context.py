@@ -8,6 +8,6 @@ Such a module must import little: it runs beside the controller, where models' p
 
 from __future__ import annotations
 
-from serve_common.config.autoscaling import AutoscalingContext, LoadReading
+from serve_common.config.autoscaling import AutoscalingContext, LoadPoint
 
-__all__ = ["AutoscalingContext", "LoadReading"]
+__all__ = ["AutoscalingContext", "LoadPoint"]

@@ -45,9 +45,11 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     deployment: str
     """Its name within the application; for a backend that belongs to none, its tag."""
     backend_tag: BackendTag
+    """``app/name`` of its backend."""
     replica_tag: ReplicaTag
     """``backend_tag#ordinal``."""
     code_version: str
+    """Number of code changes of its backend up to the code that it runs, as text."""
     servable_object: object
     """The constructed object of the user's class, or the function; None until the constructor has returned."""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self
 
 from serve_common.telemetry.catalogue import OWN_PREFIX, SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
-from serve_common.telemetry.metrics import Aggregate, measures
+from serve_common.telemetry.metrics import Aggregate, process_metrics
 
 METRICS_MAX: Final = 200
 """Most metrics that one process may define."""
@@ -179,7 +179,7 @@ class Counter(Metric):
     def __init__(self, name: str, description: str = "", tag_keys: Iterable[str] | None = None) -> None:
         """Raises `MetricRefused` (a ValueError) for an invalid name or tags, or for too many metrics."""
         super().__init__(_register(define(MetricKind.COUNTER, name, description, tag_keys)))
-        self._measure = measures.total(self._spec)
+        self._measure = process_metrics.total(self._spec)
         if not self._keys:
             self._measure.add(0.0)
 
@@ -221,7 +221,7 @@ class Gauge(Metric):
                 f"metric {name!r}: aggregate must be one of {known}, not {aggregate!r}"
             ) from None
         super().__init__(_register(define(MetricKind.GAUGE, name, description, tag_keys)))
-        self._measure = measures.level(self._spec, aggregate=how)
+        self._measure = process_metrics.level(self._spec, aggregate=how)
 
     def set(self, value: float, tags: Tags | None = None) -> None:
         """Set the value."""
@@ -252,7 +252,7 @@ class Histogram(Metric):
     ) -> None:
         """Raises `MetricRefused` as `Counter` does, and for invalid ``boundaries``."""
         super().__init__(_register(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))
-        self._measure = measures.distribution(self._spec)
+        self._measure = process_metrics.distribution(self._spec)
 
     def observe(self, value: float, tags: Tags | None = None) -> None:
         """Record a value. Raises ValueError unless it is a finite number."""

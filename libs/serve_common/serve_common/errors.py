@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class ServeError(Exception):
-    """Root of all; never raised itself."""
+    """Something unexpected failed. The root of all errors."""
 
     error_code: ClassVar[str] = "internal"
     """Stable word that scripts may compare."""

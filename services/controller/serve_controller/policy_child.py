@@ -7,7 +7,6 @@ goes to stderr, its memory is bounded, and the parent kills it when it takes too
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import inspect
@@ -25,12 +24,13 @@ import msgspec
 from serve_common.config.autoscaling import AutoscalingContext
 from serve_common.config.validation import check_size
 from serve_common.errors import BadField
+from serve_common.protocol.reports import ERROR_LENGTH_MAX
+from serve_common.runtime import guardian
+from serve_common.text import truncate, truncate_start
 
 MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
 """Limit of the child's address space, bytes."""
-ERROR_LENGTH_MAX: Final = 8_000
 _FILES_MAX: Final = 256
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -88,7 +88,7 @@ class _Functions:
                 self._changed_at[file] = _changed_at(file)
 
 
-def answer(functions: _Functions, line: bytes) -> PolicyReply:
+def handle(functions: _Functions, line: bytes) -> PolicyReply:
     """Handle one request line."""
     try:
         request = msgspec.json.decode(line, type=PolicyRequest)
@@ -97,7 +97,7 @@ def answer(functions: _Functions, line: bytes) -> PolicyReply:
         function = functions.find(request.function)
         if request.context is None:
             return PolicyReply()
-        return _read_answer(request.function, function(request.context, **request.kwargs))
+        return _check_result(request.function, function(request.context, **request.kwargs))
     except _Unusable as error:
         return PolicyReply(error=str(error))
     except BaseException as error:  # noqa: BLE001 - SystemExit of the user's too is an answer
@@ -106,18 +106,18 @@ def answer(functions: _Functions, line: bytes) -> PolicyReply:
 
 def main(app_dir: str) -> int:
     """Serve requests until the parent closes the pipe."""
-    with _moved_pipes() as (requests, answers):
+    with _moved_pipes() as (requests, replies):
         _limit_resources()
         if app_dir:
             sys.path.insert(0, app_dir)
             if Path(app_dir).is_dir():
                 os.chdir(app_dir)
         functions = _Functions(app_dir)
-        _send(answers, PolicyReply())
+        _send(replies, PolicyReply())
         for line in requests:
-            reply = answer(functions, line)
+            reply = handle(functions, line)
             sys.stdout.flush()
-            _send(answers, reply)
+            _send(replies, reply)
     return 0
 
 
@@ -136,7 +136,7 @@ def _import(path: str) -> Callable[..., object]:
     return function
 
 
-def _read_answer(path: str, returned: object) -> PolicyReply:
+def _check_result(path: str, returned: object) -> PolicyReply:
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()
@@ -150,23 +150,18 @@ def _read_answer(path: str, returned: object) -> PolicyReply:
             raise _Unusable(f"{path} returned a {type(state).__name__} as policy_state; it must be a dict")
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise _Unusable(
-            f"{path} returned {_shown(number)}, a {type(number).__name__}; it must be a whole number of replicas "
-            "(math.ceil makes one), or that and a dict"
+            f"{path} returned {truncate(repr(number), 100)}, a {type(number).__name__}; it must be a whole number "
+            "of replicas (math.ceil makes one), or that and a dict"
         )
     replicas = number.__index__()
     if not 0 <= replicas < 2**31:
-        raise _Unusable(f"{path} returned {_shown(number)} replicas")
+        raise _Unusable(f"{path} returned {truncate(repr(number), 100)} replicas")
     if state is not None:
         try:
             check_size(state, "policy_state")
         except (BadField, TypeError, ValueError) as error:
             raise _Unusable(f"{path} returned a policy_state that cannot be kept: {error}") from None
     return PolicyReply(num_replicas=replicas, policy_state=state)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:99]}…"
 
 
 def _traceback(error: BaseException) -> str:
@@ -177,7 +172,7 @@ def _traceback(error: BaseException) -> str:
         [frame for frame in summary.stack if not frame.filename.startswith(ours)]
     )
     text = "".join(summary.format()).rstrip()
-    return text if len(text) <= ERROR_LENGTH_MAX else f"…{text[-(ERROR_LENGTH_MAX - 1) :]}"
+    return truncate_start(text, ERROR_LENGTH_MAX)
 
 
 def _changed_at(path: str) -> int:
@@ -187,19 +182,19 @@ def _changed_at(path: str) -> int:
         return 0
 
 
-def _send(answers: IO[bytes], reply: PolicyReply) -> None:
-    answers.write(msgspec.json.encode(reply) + b"\n")
+def _send(replies: IO[bytes], reply: PolicyReply) -> None:
+    replies.write(msgspec.json.encode(reply) + b"\n")
 
 
 @contextlib.contextmanager
 def _moved_pipes() -> Any:
     """Move the pipes to the parent to file descriptors that ``print`` and ``input`` do not use."""
-    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb", buffering=0) as answers:
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb", buffering=0) as replies:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
-        yield requests, answers
+        yield requests, replies
 
 
 def _limit_resources() -> None:
@@ -212,8 +207,8 @@ def _limit_resources() -> None:
         _, hard = resource.getrlimit(what)
         bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(what, (bound, bound))
-    if sys.platform == "linux":  # also when it hangs, it must not outlive the controller
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    # Also when it hangs, it must not outlive the controller.
+    guardian.prctl(guardian.PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ __all__ = [
     "LoadRequest",
     "LoadSample",
     "LoadSource",
-    "PolicyAnswer",
     "PolicyFailed",
+    "PolicyResult",
     "PolicyRunner",
     "Publisher",
     "Store",
@@ -39,7 +39,7 @@ class PolicyFailed(ServeError):
     """A user's policy function raised, took too long, or gave no number."""
 
 
-class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a user's policy function returned."""
 
     num_replicas: int
@@ -52,7 +52,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     at: float
     """Seconds since 1970."""
-    who: str = ""
+    principal: str = ""
     """Name that the client gave for itself, unverified; empty for none."""
     verb: str
     subject: str
@@ -163,16 +163,16 @@ class LoadSource(Protocol):
     """Reads the loads of backends."""
 
     async def read(
-        self, asks: Sequence[LoadRequest], targets: Targets, now: float
+        self, requests: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
-        """Read one sample for each of ``asks``; a missing one has the reason. Takes seconds at most, never raises."""
+        """Read a sample for each of ``requests``; a missing one has the reason. Takes seconds at most; never raises."""
         ...
 
 
 class PolicyRunner(Protocol):
     """Runs the users' policy functions, apart from the controller: one that hangs or crashes harms only its backend."""
 
-    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
+    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyResult:
         """Call the function. Raises `PolicyFailed` with the user's traceback, also when it takes too long."""
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -19,19 +20,24 @@ from serve_common.runtime.settings import (
     read_bus_settings,
     read_operations_settings,
 )
-from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
-from serve_controller.nats_monitors import NatsMonitor, read_nats_monitors
+from serve_common.telemetry.trace_context import TracingSettings, read_tracing_settings
 from serve_controller.shell.boundary import CrashMode, read_crash_mode
 
 _MATCHER: Final = r'[a-zA-Z_][a-zA-Z0-9_]*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\\n]|\\.)*"'
 _SELECTOR: Final = re.compile(rf"\{{?\s*((?:{_MATCHER}\s*,\s*)*(?:{_MATCHER})?)\s*,?\s*\}}?")
 
 
+NATS_MONITORS: Final = "MUSTER_NATS_MONITOR_URL"
+NATS_SERVERS_MAX: Final = 16
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9a-f:.]+")
+_PORTS: Final = {"http": 80, "https": 443}
+
+
 class PrometheusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The Prometheus server that loads are read from."""
 
     url: str
-    """Base URL of its HTTP API; may contain a user, a password and a path."""
+    """Base URL of the HTTP API of a Prometheus; may contain a user, a password and a path."""
     token: str | None = None
     """Bearer token; None sends none."""
     selector: str = ""
@@ -45,19 +51,24 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is fixed while the process lives."""
 
     controller_id: ControllerId
-    """Keeping it over a restart lets the new process lead at once, without waiting for its own old lease."""
+    """Id of this controller. Keeping it over a restart lets the new process lead at once, without waiting for its own
+    old lease."""
     postgres_dsn: str
+    """Address of Postgres, as ``postgresql://user@host:port/database`` without a password."""
     postgres_password: str
+    """Password of that user."""
     bus: BusSettings
+    """Connection to NATS, as role ``controller``."""
     operations: OperationsSettings
+    """Where metrics and health are served."""
     tracing: TracingSettings | None = None
     """None: nothing is traced."""
     app_root: str
     """Directory that a policy function's relative app_dir is resolved against."""
     prometheus: PrometheusSettings | None = None
     """None: loads are scraped from the services."""
-    nats_monitors: tuple[NatsMonitor, ...] = ()
-    """NATS servers whose state is exported as metrics."""
+    nats_monitors: Mapping[str, str]
+    """Base URLs of the monitoring ports of the NATS servers whose state is exported as metrics, by host and port."""
     crash_mode: CrashMode | None = None
     """For tests only: where this process kills itself."""
 
@@ -105,3 +116,36 @@ def check_selector(text: str, field: str) -> str:
     if matched is None:
         raise BadField(field, f'{text[:100]!r} must be label matchers, such as {{cluster="a"}}')
     return matched[1].strip().rstrip(",")
+
+
+def read_nats_monitors(environment: Environment) -> dict[str, str]:
+    """Read the comma-separated URLs of `NATS_MONITORS`, by host and port; raises `BadField` naming the variable.
+
+    Why a name for each server: it becomes a metric label, so it must contain no password, must be known also while the
+    server does not respond, and takes a bounded number of values.
+    """
+    urls = [url.strip() for url in (environment.optional(NATS_MONITORS) or "").split(",") if url.strip()]
+    if len(urls) > NATS_SERVERS_MAX:
+        raise BadField(NATS_MONITORS, f"names {len(urls)} servers; {NATS_SERVERS_MAX} are possible")
+    monitors = {_server_name(url): url for url in urls}
+    if len(monitors) < len(urls):
+        raise BadField(NATS_MONITORS, "names a server twice")
+    return monitors
+
+
+def _server_name(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or _PORTS.get(parts.scheme)
+    except ValueError:
+        host = port = None
+    if (
+        not host
+        or not _HOST.fullmatch(host)
+        or not port
+        or parts.scheme not in _PORTS
+        or parts.query
+        or parts.fragment
+    ):
+        raise BadField(NATS_MONITORS, "must be addresses such as http://nats:8222, separated by commas")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

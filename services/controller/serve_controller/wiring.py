@@ -11,16 +11,21 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from serve_common.errors import BusUnavailable
-from serve_common.nats.client import NatsClientLogSink, close_nats, connect_nats, ping_nats
+from serve_common.nats.client import close_nats, connect_nats, join_log_sink, ping_nats
 from serve_common.nats.login import declare_identity
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusHealthCheck, LoopLag
-from serve_common.runtime.operations import OperationsServer, register_process_metrics, register_trace_metrics
+from serve_common.runtime.operations import (
+    OperationsServer,
+    ProcessPages,
+    register_process_metrics,
+    register_trace_metrics,
+)
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_forwarder import LogForwarder
+from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
-from serve_common.telemetry.otlp import open_tracing
+from serve_common.telemetry.request_traces import open_tracing
 from serve_controller.adapters.backup_file import BackupFiles
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
@@ -91,7 +96,8 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         silent_after_s=settings.operations.unhealthy_after_s,
     )
     operations = OperationsServer(
-        settings.operations, registry, readiness_error=readiness_error, health_error=pulse.health_error
+        settings.operations,
+        ProcessPages(registry, readiness_error=readiness_error, health_error=pulse.health_error),
     )
     await operations.start()
     _log.info("operations_port", host=settings.operations.host, port=operations.port)
@@ -134,9 +140,9 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         backups=BackupFiles(),
     )
     background = TaskOwner("controller")
-    log_outlet = NatsClientLogSink(logs, subjects, "controller", settings.controller_id)
+    log_sink = NatsLogSink(logs, subjects, "controller", settings.controller_id)
     try:
-        await log_outlet.join(client)
+        await join_log_sink(log_sink, client)
         background.start(pulse.run(), "pulse")
         background.start(lag.run(), "loop_lag")
         background.start(nats_servers.run(), "nats_monitors")
@@ -145,7 +151,7 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
     finally:
         await background.close(timeout_s=1.0)
         await bus.close()
-        await log_outlet.close()
+        await log_sink.close()
         await close_nats(client)
         await store.close()
         await close_scaling()
@@ -172,7 +178,7 @@ def _nats_servers(
 ) -> NatsMonitorReader:
     """Build the reader of the NATS servers' state and register it with the metrics."""
     reader = NatsMonitorReader(settings.nats_monitors, leads=leads, clock=time.monotonic)
-    registry.register(NatsServersCollector(reader.readings))
+    registry.register(NatsServersCollector(reader.samples))
     return reader
 
 

@@ -15,8 +15,8 @@ from serve_common.runtime.settings import Environment
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_common.telemetry.logs import configure_logs
-from serve_common.telemetry.otlp import import_ahead
-from serve_proxy.adapters.child_process import ParentLink
+from serve_common.telemetry.request_traces import import_ahead
+from serve_proxy.adapters.proxy_process import ParentLink
 from serve_proxy.processes import run_processes
 from serve_proxy.settings import ProxySettings, read_settings
 from serve_proxy.wiring import Proxy

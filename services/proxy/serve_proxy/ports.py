@@ -8,14 +8,6 @@ from typing import Protocol
 from serve_common.protocol.reports import ProxyReport
 
 
-class ControlPlane(Protocol):
-    """The connection to the controller."""
-
-    async def send_report(self, report: ProxyReport) -> None:
-        """Publish the report. Raises `BusUnavailable`."""
-        ...
-
-
 class Child(Protocol):
     """A proxy process started by a parent."""
 
@@ -36,6 +28,9 @@ class Child(Protocol):
         """Kill it."""
         ...
 
+
+SendReport = Callable[[ProxyReport], Awaitable[None]]
+"""Publish a report to the controller. Raises `BusUnavailable`."""
 
 StartChild = Callable[[int], Awaitable[Child]]
 """Start the process with that number. Raises OSError when it cannot be started."""

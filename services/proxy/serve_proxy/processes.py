@@ -11,9 +11,9 @@ import signal
 
 import structlog
 
-from serve_common.runtime.operations import advertised_for_children
-from serve_proxy.adapters.child_process import ChildProcess, held_port
-from serve_proxy.adapters.process_operations import ProcessOperations
+from serve_common.runtime.operations import OperationsServer, advertised_for_children
+from serve_proxy.adapters.process_operations import ChildrenPages
+from serve_proxy.adapters.proxy_process import ProxyProcess, reserved_port
 from serve_proxy.core.processes import child_id
 from serve_proxy.ports import Child
 from serve_proxy.settings import ProxySettings
@@ -24,16 +24,17 @@ _log = structlog.get_logger(__name__)
 
 async def run_processes(settings: ProxySettings) -> int:
     """Run until a signal; returns the exit code. Raises OSError when a port is in use."""
-    with held_port(settings.http_host, settings.http_port) as port:
+    with reserved_port(settings.http_host, settings.http_port) as port:
 
         async def start(number: int) -> Child:
             environment = child_environment(settings, number, port, operations.port)
-            child = await ChildProcess.start(environment)
+            child = await ProxyProcess.start(environment)
             _log.info("proxy_process_started", process=number, pid=child.pid)
             return child
 
         parent = Parent(start, settings.processes, drain_timeout_s=settings.drain_timeout_s)
-        operations = ProcessOperations(settings.operations, parent.children, parent.readiness_error)
+        pages = ChildrenPages(parent.children, parent.readiness_error)
+        operations = OperationsServer(settings.operations, pages)
         await operations.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

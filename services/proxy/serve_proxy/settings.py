@@ -8,7 +8,6 @@ import msgspec
 
 from serve_common.config.endpoint import HttpOptions
 from serve_common.dispatch.request_body import BODIES_BYTES_MAX
-from serve_common.errors import BadField
 from serve_common.identities.roles import Role
 from serve_common.names import ProxyId
 from serve_common.runtime.settings import (
@@ -18,7 +17,7 @@ from serve_common.runtime.settings import (
     read_bus_settings,
     read_operations_settings,
 )
-from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
+from serve_common.telemetry.trace_context import TracingSettings, read_tracing_settings
 from serve_proxy.core.processes import PARENT_FD, PROCESSES_MAX
 
 FORWARDED_HOPS_MAX: Final = 10
@@ -28,11 +27,15 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of one proxy process."""
 
     proxy_id: ProxyId
+    """Id of this proxy, unique among all; the machine's name unless set."""
     bus: BusSettings
+    """Connection to NATS, as role ``proxy``."""
     operations: OperationsSettings
+    """Where metrics and health are served."""
     http_host: str
+    """Address that HTTP is served on."""
     http_port: int
-    """0 lets the system choose."""
+    """TCP port that HTTP is served on; 0 lets the system choose."""
     http: HttpOptions
     """Defaults until the controller has published HTTP options."""
     drain_timeout_s: float
@@ -55,15 +58,11 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     With 0, all forwarding headers of requests are dropped. Otherwise the nearest one must set or remove every
     ``X-Forwarded-…``, ``Forwarded`` and ``X-Real-IP``. Applies to applications, the access log and rate limits."""
     uncounted: frozenset[str] = frozenset()
-    """Endpoints whose requests are not counted; used to measure the cost of counting."""
+    """Tags of endpoints whose requests are not counted; used to measure the cost of counting."""
 
 
 def read_settings(environment: Environment) -> ProxySettings:
     """Read the settings. Raises `BadField` naming the variable."""
-    if environment.optional("MUSTER_RATE_LIMIT_FORWARDED_HOPS"):
-        raise BadField(
-            "MUSTER_RATE_LIMIT_FORWARDED_HOPS", "has become MUSTER_FORWARDED_HOPS, which holds for everything"
-        )
     defaults = HttpOptions()
     proxy_id = ProxyId(environment.identity("MUSTER_PROXY_ID"))
     return ProxySettings(

@@ -26,6 +26,7 @@ from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusHealthCheck, LoopLag, first_error
 from serve_common.runtime.operations import (
     OperationsServer,
+    ProcessPages,
     metrics_url,
     register_process_metrics,
     register_trace_metrics,
@@ -33,11 +34,11 @@ from serve_common.runtime.operations import (
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
-from serve_common.telemetry.otlp import open_tracing
+from serve_common.telemetry.request_traces import open_tracing
 from serve_proxy.adapters.access_writer import AccessWriter
 from serve_proxy.adapters.control_plane import NatsControlPlane
-from serve_proxy.adapters.metrics import register_metrics
-from serve_proxy.http.bodies import give_back_memory
+from serve_proxy.adapters.metrics import ProxyCollector, RoutesCollector
+from serve_proxy.http.bodies import release_memory
 from serve_proxy.http.middlewares import NO_MIDDLEWARES, add_directory, load_middlewares
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer
@@ -45,12 +46,12 @@ from serve_proxy.settings import ProxySettings
 from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress, LiveOptions
 from serve_proxy.shell.reports import Reports
-from serve_proxy.shell.request_traces import RequestTraces
+from serve_proxy.shell.request_observers import RequestTraces
 
 _log = structlog.get_logger(__name__)
 
 _CONNECT_ROUND_S: Final = 10.0
-_QUIET_S: Final = 0.1
+_DRAINED_IDLE_S: Final = 0.1
 """Seconds without requests before a drain ends: newly accepted connections are not counted at once."""
 _IDLE_CLOSE_S: Final = 1.0
 """Seconds without requests in a drain before idle connections are closed: a client may be about to send, and the next
@@ -96,7 +97,7 @@ class Proxy:
             nothing=NO_MIDDLEWARES,
             load=load_middlewares,
             use=lambda options, loaded: requests.use(options, loaded),  # noqa: PLW0108 - made below
-            on_settled=lambda snapshot_id: self._ingress.on_http_options_settled(snapshot_id),  # noqa: PLW0108 - as above
+            on_applied=lambda snapshot_id: self._ingress.on_http_options_applied(snapshot_id),  # noqa: PLW0108 - as above
         )
         self._ingress = Ingress(
             routes,
@@ -106,7 +107,7 @@ class Proxy:
             self._live_options,
             on_applied=self._on_applied,
             bus_wait_s=settings.bus_wait_s,
-            room=UploadMemory(settings.body_memory_max // 2, settings.body_memory_max),
+            memory=UploadMemory(settings.body_memory_max // 2, settings.body_memory_max),
         )
         refused = RefusedMessages(asyncio.get_running_loop().time)
         self._control_plane = NatsControlPlane(
@@ -118,7 +119,7 @@ class Proxy:
             refused=refused,
         )
         self._reports = Reports(
-            self._control_plane,
+            self._control_plane.send_report,
             settings.proxy_id,
             incarnation=uuid.uuid4().hex,
             started_at=SystemClock().now(),
@@ -157,15 +158,17 @@ class Proxy:
         self._requests = requests
         self.http = HttpServer(requests, self._ingress)
         registry = CollectorRegistry()
-        register_metrics(
-            registry,
-            settings.proxy_id,
-            routes,
-            self._bus,
-            reconnects=lambda: self._bus.reconnects + self._control_plane.reconnects,
-            connections=lambda: self.http.connections,
-            dropped_calls=lambda: self._gateway.dropped_calls,
-            room=self._ingress.room,
+        registry.register(RoutesCollector(routes))
+        registry.register(
+            ProxyCollector(
+                settings.proxy_id,
+                routes,
+                self._bus,
+                reconnects=lambda: self._bus.reconnects + self._control_plane.reconnects,
+                connections=lambda: self.http.connections,
+                dropped_calls=lambda: self._gateway.dropped_calls,
+                memory=self._ingress.memory,
+            )
         )
         register_trace_metrics(registry, self._tracing)
         self._lag = LoopLag()
@@ -195,16 +198,18 @@ class Proxy:
         )
         self.operations = OperationsServer(
             settings.operations,
-            registry,
-            readiness_error=self._ingress.readiness_error,
-            health_error=first_error(*(pulse.health_error for pulse in self._pulses)),
+            ProcessPages(
+                registry,
+                readiness_error=self._ingress.readiness_error,
+                health_error=first_error(*(pulse.health_error for pulse in self._pulses)),
+            ),
         )
         self._tasks = TaskOwner("proxy", on_failure=lambda _name, _error: on_failure())
         self._bus.on_connected.append(self._dispatcher.bus_reconnected)
-        self._bus.on_answers_again.append(self._dispatcher.bus_answers_again)
-        self._log_sink = (
-            None if logs is None else NatsLogSink(logs, self._bus, subjects, "proxy", settings.proxy_id)
-        )
+        self._bus.on_bus_responds_again.append(self._dispatcher.bus_responds_again)
+        self._log_sink = None if logs is None else NatsLogSink(logs, subjects, "proxy", settings.proxy_id)
+        if self._log_sink is not None:
+            self._log_sink.join(self._bus)
 
     async def start(self) -> str:
         """Listen, and connect in the background. Returns the address. Raises OSError when a port is in use."""
@@ -219,7 +224,7 @@ class Proxy:
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
         self._tasks.start(self._reports.run(), name="reports")
         self._tasks.start(self._timers.run(), name="beat")
-        self._tasks.start(give_back_memory(self._ingress.room), name="give_back_memory")
+        self._tasks.start(release_memory(self._ingress.memory), name="release_memory")
         self._tasks.start(self._lag.run(), name="loop_lag")
         for pulse in self._pulses:
             self._tasks.start(pulse.run(), name="pulse")
@@ -237,14 +242,14 @@ class Proxy:
         sockets_grace_s = min(_SOCKETS_GRACE_S, self._settings.drain_timeout_s / 2)
         self._tasks.start(self._requests.sockets.leave(sockets_grace_s), name="leave_sockets")
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
-        quiet_since = loop.time()
+        idle_since = loop.time()
         while loop.time() < deadline:
             now = loop.time()
             if self._in_flight:
-                quiet_since = now
-            elif now - quiet_since >= _IDLE_CLOSE_S:
+                idle_since = now
+            elif now - idle_since >= _IDLE_CLOSE_S:
                 self.http.close_idle()
-            if not self.http.connections and now - quiet_since >= _QUIET_S:
+            if not self.http.connections and now - idle_since >= _DRAINED_IDLE_S:
                 return
             await asyncio.sleep(0.02)
         _log.warning("drain_timed_out", in_flight=self._in_flight)

@@ -18,7 +18,7 @@ from serve_common.runtime.settings import (
     read_bus_settings,
     read_operations_settings,
 )
-from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
+from serve_common.telemetry.trace_context import TracingSettings, read_tracing_settings
 
 OPERATIONS_PORT: Final = 9103
 SPARE_REPLICAS: Final = 8
@@ -32,14 +32,17 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a host."""
 
     host_id: HostId
+    """Id of this host, unique among all; the machine's name unless set."""
     bus: BusSettings
     """Connection of the host itself, as role ``host``."""
     replica_bus: BusSettings
     """Connection of its replicas: a key that signs an identity for each, or a plain user for all."""
     replica_identity_s: float
-    """Seconds that an identity lasts; it is renewed well before. Default 3600."""
+    """Seconds that an identity lasts; it is renewed well before."""
     operations: OperationsSettings
+    """Where metrics and health are served."""
     ray_temp_dir: str
+    """Absolute directory for the sockets and logs of the local runtime, at most 40 characters."""
     ray_address: str | None
     """Address of an existing Ray cluster; None starts a local runtime that ends with this process."""
     num_cpus: int | None
@@ -47,17 +50,17 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     app_root: str
     """Directory to which a relative app_dir is resolved."""
     metrics_dir: str
-    """prometheus_client's multiprocess directory."""
+    """Directory of the files in which replicas count: prometheus_client's multiprocess directory."""
     spare_replicas: int
-    """Maximum spare processes of a local runtime; half of them while few replicas run. Default 8."""
+    """Maximum spare processes of a local runtime; half of them while few replicas run."""
     drain_timeout_s: float
-    """Seconds that leaving may take. Default 20."""
+    """Seconds that requests in flight may take to finish after a stop signal."""
     own_dir: str = ""
     """Directory of the host's sockets; Ray's directory, unless that is another user's."""
     host_user: str = ""
     """User to which the host switches after reading its secrets: ``name``, ``uid`` or ``uid:gid``; empty: no switch."""
     replica_user: str = ""
-    """User that runs Ray and user code, as for ``host_user``; empty: the host's user."""
+    """User that runs Ray and user code: ``name``, ``uid`` or ``uid:gid``; empty: the host's user."""
     tracing: TracingSettings | None = None
     """Tracing of its replicas; None turns it off."""
 

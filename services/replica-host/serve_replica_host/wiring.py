@@ -15,14 +15,13 @@ from typing import Final
 
 import structlog
 
-from serve_common.nats.client import NatsClientLogSink
 from serve_common.nats.login import declare_identity
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusHealthCheck, LoopLag
-from serve_common.runtime.operations import OperationsServer, metrics_url
+from serve_common.runtime.operations import OperationsServer, ProcessPages, metrics_url
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_forwarder import LogForwarder
+from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
@@ -77,7 +76,7 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         on_leader=lambda payload: shell.take_leader(payload),  # noqa: PLW0108 - made below
         on_connected=lambda: shell.report_now(),  # noqa: PLW0108 - made below
         on_reconnect=reconnected,
-        logs=NatsClientLogSink(
+        logs=NatsLogSink(
             logs, Subjects(settings.bus.subject_prefix), "host", settings.host_id, log_socket.recent
         ),
     )
@@ -110,9 +109,11 @@ async def run_host(  # noqa: PLR0915 - it wires everything
     silent_after_s = settings.operations.unhealthy_after_s
     operations = OperationsServer(
         settings.operations,
-        metrics.registry,
-        readiness_error=readiness_error,
-        health_error=lambda: pulse.health_error() or runtime.health_error(silent_after_s),
+        ProcessPages(
+            metrics.registry,
+            readiness_error=readiness_error,
+            health_error=lambda: pulse.health_error() or runtime.health_error(silent_after_s),
+        ),
     )
     _listen_for_signals(stop)
     tasks = TaskOwner("host", on_failure=on_failure)

@@ -11,6 +11,8 @@ from typing import Any, Final, final
 
 import msgspec
 import structlog
+from opentelemetry import context as otel_context
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, set_span_in_context
 
 from muster.batching.calls import (
     Arguments,
@@ -28,9 +30,15 @@ from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
 from serve_common.telemetry.catalogue.replicas import BATCH_SECONDS, BATCH_SIZE, BATCH_WAIT_SECONDS
 from serve_common.telemetry.log_lines import RateLimitedLogger
-from serve_common.telemetry.metrics import measures
-from serve_common.telemetry.spans import Span, SpanKind, SpanRef, Value, may_be_sampled, parse_traceparent
-from serve_common.telemetry.tracer import process_tracer
+from serve_common.telemetry.metrics import process_metrics
+from serve_common.telemetry.request_traces import (
+    Value,
+    get_traceparent,
+    get_tracestate,
+    parse_span_context,
+    process_tracer,
+)
+from serve_common.telemetry.trace_context import may_be_sampled, parse_traceparent
 
 
 def start_batch_span(function_name: str, contexts: Sequence[RequestContext | None]) -> Span | None:
@@ -42,19 +50,18 @@ def start_batch_span(function_name: str, contexts: Sequence[RequestContext | Non
     tracer = process_tracer()
     if tracer is None:
         return None
-    refs: list[SpanRef] = []
-    for context in contexts:
-        if context is not None and may_be_sampled(context.traceparent):
-            ref = parse_traceparent(context.traceparent, context.tracestate)
-            if ref is not None and tracer.sampler.decide(ref, ref.trace_id):
-                refs.append(ref)
-    if not refs:
+    parents: list[SpanContext] = []
+    for request in contexts:
+        if request is not None and may_be_sampled(request.traceparent):
+            parent = parse_traceparent(request.traceparent)
+            if parent is not None and tracer.sampler.decide(parent, parent.trace_id):
+                parents.append(parse_span_context(parent, request.tracestate, is_remote=False))
+    if not parents:
         return None
     attributes: dict[str, Value] = {"muster.batch_size": len(contexts), "code.function.name": function_name}
-    span = tracer.start_sampled(
-        f"batch {function_name}", SpanKind.INTERNAL, refs[0], attributes, links=tuple(refs[1:])
-    )
-    tracer.enter(span)
+    links = [Link(parent) for parent in parents[1:]]
+    span = tracer.start(f"batch {function_name}", SpanKind.INTERNAL, parents[0], attributes, links=links)
+    otel_context.attach(set_span_in_context(span))
     return span
 
 
@@ -62,7 +69,9 @@ def below(span: Span, context: RequestContext | None) -> RequestContext | None:
     """``context`` with ``span`` as the parent of calls that the batch makes."""
     if context is None:
         return None
-    return msgspec.structs.replace(context, traceparent=span.traceparent, tracestate=span.tracestate)
+    return msgspec.structs.replace(
+        context, traceparent=get_traceparent(span), tracestate=get_tracestate(span)
+    )
 
 
 def end_batch_span(span: Span, failure: BaseException | None) -> None:
@@ -71,7 +80,7 @@ def end_batch_span(span: Span, failure: BaseException | None) -> None:
     if tracer is None:
         return
     if failure is not None:
-        span.attributes["error.type"] = type(failure).__qualname__
+        span.set_attribute("error.type", type(failure).__qualname__)
     tracer.end(span, None if failure is None else f"{type(failure).__qualname__}: {failure}")
 
 
@@ -127,14 +136,14 @@ class RunningBatch:
     def on_caller_left(self, call: BatchedCall) -> None:
         """Remove ``call``, whose caller left; the function is cancelled once all callers have left."""
         self._live_calls.discard(call)
-        self.has_room()
+        self.check_capacity()
         if self._live_calls or self._is_abandoned or self._task is None:
             return
         self._is_abandoned = True
         if self._has_started:
             self._task.cancel()
 
-    def has_room(self) -> None:
+    def check_capacity(self) -> None:
         """Wake the batch: a slow caller has taken a step, or left."""
         if self._progress is not None:
             self._progress.set()
@@ -166,7 +175,7 @@ class RunningBatch:
             if span is not None:
                 end_batch_span(span, failure)
             for call in self._calls:
-                if not call.is_settled:
+                if not call.is_done:
                     call.fail(
                         failure or BatchCancelled(f"{self._function.__qualname__} ended without an answer")
                     )
@@ -199,7 +208,7 @@ class RunningBatch:
                 values = self._checked(step, len(streams), "yielded")
                 for stream, value in zip(streams, values, strict=True):
                     stream.give(value)
-                if all(stream.is_settled for stream in streams):
+                if all(stream.is_done for stream in streams):
                     return
                 while any(stream.is_slow for stream in streams):
                     self._progress = asyncio.Event()
@@ -207,7 +216,7 @@ class RunningBatch:
         finally:
             await steps.aclose()
         for stream in streams:
-            if not stream.is_settled:
+            if not stream.is_done:
                 stream.end()
 
     def _checked(self, results: Any, wanted: int, verb: str) -> Sequence[Any]:
@@ -262,9 +271,9 @@ MISFIT_INTERVAL_S: Final = 60.0
 _FUNCTIONS_MAX: Final = 100
 """Most functions with metrics of their own."""
 
-_SIZE: Final = measures.distribution(BATCH_SIZE, _FUNCTIONS_MAX)
-_WAIT: Final = measures.distribution(BATCH_WAIT_SECONDS, _FUNCTIONS_MAX)
-_SECONDS: Final = measures.distribution(BATCH_SECONDS, _FUNCTIONS_MAX)
+_SIZE: Final = process_metrics.distribution(BATCH_SIZE, _FUNCTIONS_MAX)
+_WAIT: Final = process_metrics.distribution(BATCH_WAIT_SECONDS, _FUNCTIONS_MAX)
+_SECONDS: Final = process_metrics.distribution(BATCH_SECONDS, _FUNCTIONS_MAX)
 
 
 @final
@@ -358,7 +367,7 @@ class Batcher:
                 error=repr(error),
                 effect="the items were not batched together",
             )
-        self._set_timer(decision.look_again_at)
+        self._set_timer(decision.check_again_at)
 
     def _run(self, calls: list[BatchedCall]) -> None:
         _SIZE.observe(len(calls), self._labels)
@@ -374,15 +383,15 @@ class Batcher:
         if len(self._queue):
             self._schedule_check()
 
-    def _set_timer(self, look_again_at: float | None) -> None:
+    def _set_timer(self, check_again_at: float | None) -> None:
         if self._timer is not None:
-            if look_again_at == self._timer_at:
+            if check_again_at == self._timer_at:
                 return
             self._timer.cancel()
             self._timer = None
-        self._timer_at = look_again_at
-        if look_again_at is not None:
-            delay_s = look_again_at - time.monotonic()
+        self._timer_at = check_again_at
+        if check_again_at is not None:
+            delay_s = check_again_at - time.monotonic()
             self._timer = self.loop.call_later(
                 max(delay_s, 0.0), self._check_by_timer, context=self._base_context
             )

@@ -98,7 +98,7 @@ class Running(Protocol):
     def on_caller_left(self, call: BatchedCall) -> None:
         """The caller of ``call`` left."""
 
-    def has_room(self) -> None:
+    def check_capacity(self) -> None:
         """A slow caller has taken a step."""
 
 
@@ -133,7 +133,7 @@ class BatchedCall(WaitingCall):
         """The batch that the call is in; set when it starts."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         """True when the whole result is delivered, or its caller left."""
         raise NotImplementedError
 
@@ -150,34 +150,34 @@ class BatchedCall(WaitingCall):
 class SingleCall(BatchedCall):
     """A call with one result."""
 
-    __slots__ = ("answer",)
+    __slots__ = ("future",)
 
     def __init__(self, *, loop: asyncio.AbstractEventLoop, **fields: Any) -> None:
         super().__init__(**fields)
-        self.answer: asyncio.Future[Any] = loop.create_future()
+        self.future: asyncio.Future[Any] = loop.create_future()
 
     @property
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         """True when it has its result, or its caller was cancelled."""
-        return self.answer.done()
+        return self.future.done()
 
     def succeed(self, result: Any) -> None:
         """Return ``result`` to the caller; an exception as a result is raised there."""
         if isinstance(result, BaseException):
             self.fail(result)
-        elif not self.answer.done():
-            self.answer.set_result(result)
+        elif not self.future.done():
+            self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` at the caller."""
-        if not self.answer.done():
-            self.answer.set_exception(to_raisable(error))
+        if not self.future.done():
+            self.future.set_exception(to_raisable(error))
 
     def leave(self) -> None:
         """The caller no longer waits for the result."""
-        if not self.answer.cancel() and not self.answer.cancelled():
+        if not self.future.cancel() and not self.future.cancelled():
             # Set at the moment the caller was cancelled; asyncio would report the exception as never retrieved.
-            self.answer.exception()
+            self.future.exception()
 
 
 @final
@@ -195,18 +195,18 @@ class StreamedCall(BatchedCall):
         self._is_ended = self._has_caller_left = False
 
     @property
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         """True when the stream has ended, or its caller left."""
         return self._is_ended or self._has_caller_left
 
     @property
     def is_slow(self) -> bool:
         """True when the caller must take a step before another one may be added."""
-        return not self.is_settled and len(self._steps) >= BUFFERED_STEPS_MAX
+        return not self.is_done and len(self._steps) >= BUFFERED_STEPS_MAX
 
     def give(self, step: Any) -> None:
         """Add a step; StopIteration and StopAsyncIteration end the stream, another exception fails it."""
-        if self.is_settled:
+        if self.is_done:
             return
         if isinstance(step, _STREAM_ENDS) or (isinstance(step, type) and issubclass(step, _STREAM_ENDS)):
             self.end()
@@ -223,7 +223,7 @@ class StreamedCall(BatchedCall):
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` at the caller after the steps already added."""
-        if not self.is_settled:
+        if not self.is_done:
             self._error = to_raisable(error)
             self.end()
 
@@ -245,7 +245,7 @@ class StreamedCall(BatchedCall):
         was_behind = self.is_slow
         step = self._steps.popleft()
         if was_behind and self.running is not None:
-            self.running.has_room()
+            self.running.check_capacity()
         return step
 
     def _wake(self) -> None:

@@ -220,7 +220,7 @@ def _decorate(function: Callable[..., Any], rules: BatchRules) -> Any:
     async def single(*args: Any, **kwargs: Any) -> Any:
         batcher, call = submit(SingleCall, args, kwargs)
         try:
-            return await call.answer
+            return await call.future
         except BaseException:
             batcher.leave(call)
             raise

@@ -34,9 +34,13 @@ class BatchRules(msgspec.Struct, kw_only=True):
     """Settings of a queue; may change at any time, after which `BatchQueue.rules_changed` must be called."""
 
     max_batch_size: int
+    """Largest size of a batch: a number of calls, or what `batch_size_fn` returns; at least 1."""
     batch_wait_timeout_s: float
+    """Seconds that the first call of a batch waits for further ones; 0 waits for none."""
     max_concurrent_batches: int
+    """Batches of one instance that may run at the same time; at least 1."""
     batch_size_fn: BatchSizeFn | None = None
+    """Computes the size of a batch from its items; None counts the calls."""
 
 
 class WaitingCall:
@@ -67,7 +71,7 @@ class Decision(NamedTuple, Generic[C]):
     """Calls past their deadline."""
     unsized: list[C]
     """Calls without a size; `WaitingCall.size_error` is the reason."""
-    look_again_at: float | None
+    check_again_at: float | None
     """When a batch will be due if nothing else happens; None when only another event can make one due."""
 
 
@@ -152,29 +156,29 @@ class BatchQueue(Generic[C]):
         expired: list[C] = []
         while True:
             batch: list[C] | None = None
-            look_again_at: float | None = None
+            check_again_at: float | None = None
             if running < self._rules.max_concurrent_batches:
-                group, look_again_at = self._ready(now)
+                group, check_again_at = self._ready(now)
                 if group is not None:
                     batch = self._take(group, now, expired)
                     if batch is None:
                         continue  # some of its calls had expired, so the batch has changed
             unsized, self._unsized = self._unsized, []
-            return Decision(batch, expired, unsized, look_again_at)
+            return Decision(batch, expired, unsized, check_again_at)
 
     def _ready(self, now: float) -> tuple[str | None, float | None]:
         """The group whose batch is due now, and when the next one of another group is."""
         found: str | None = None
-        found_arrived = look_again_at = math.inf
+        found_arrived = check_again_at = math.inf
         for group, line in self._lines.items():
             arrived = line.next_batch[0].arrived_at
             due_at = arrived + self._rules.batch_wait_timeout_s
             if line.is_closed or due_at <= now:
                 if arrived < found_arrived:
                     found, found_arrived = group, arrived
-            elif due_at < look_again_at:
-                look_again_at = due_at
-        return found, None if look_again_at == math.inf else look_again_at
+            elif due_at < check_again_at:
+                check_again_at = due_at
+        return found, None if check_again_at == math.inf else check_again_at
 
     def _take(self, group: str, now: float, expired: list[C]) -> list[C] | None:
         line = self._lines[group]

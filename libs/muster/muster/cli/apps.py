@@ -14,10 +14,12 @@ from rich.text import Text
 
 from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.help import Commands
 from muster.cli.output import print_error, print_table, shorten, style_state, table
-from muster.cli.queries import ReadRequest, group, query_command
+from muster.cli.queries import ReadRequest, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
+from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
 from serve_common.config.backend import check_backend_config
 from serve_common.config.endpoint import check_endpoint_options
@@ -29,7 +31,7 @@ _AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
 _OF_FIELD: Final = re.compile(r"Object (?P<what>contains unknown|missing required) field `(?P<name>[^`]*)`")
 _TYPES: Final = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 
-_WORDS: Final = {
+_TYPE_NAMES: Final = {
     "str": "text",
     "int": "a whole number",
     "float": "a number",
@@ -64,7 +66,7 @@ def _application(value: Any, base: Path) -> tuple[DeployApplication, list[str]]:
     try:
         request = msgspec.convert(value, DeployApplication)
     except msgspec.ValidationError as error:
-        raise _field_of(str(error)) from error
+        raise _get_field(str(error)) from error
     check_name(request.name, "name")
     if request.route_prefix is not None:
         check_route(request.route_prefix, "route_prefix")
@@ -91,7 +93,7 @@ def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> Deploy
     return msgspec.structs.replace(spec, replica_config=msgspec.structs.replace(code, app_dir=place))
 
 
-def _field_of(text: str) -> BadField:
+def _get_field(text: str) -> BadField:
     found = _AT.search(text)
     at = "" if found is None else found["path"]
     text = _AT.sub("", text)
@@ -105,10 +107,10 @@ def _field_of(text: str) -> BadField:
         return BadField(at, text)
     wanted, got = types["wanted"].removesuffix(" | null"), types["got"]
     quotes = "; put it in quotes" if wanted == "str" and got in {"int", "float", "bool"} else ""
-    return BadField(at, f"must be {_WORDS.get(wanted, wanted)}, not {got}{quotes}")
+    return BadField(at, f"must be {_TYPE_NAMES.get(wanted, wanted)}, not {got}{quotes}")
 
 
-app = group("Applications, several deployments as one: deploy, delete, list.")
+app = Commands(help="Deploy several deployments as one application: deploy, delete, list.")
 
 
 @change_command(timeout_s=600.0)
@@ -142,9 +144,11 @@ def deploy(
           replica_config: {import_path: "shop:Model", app_dir: .}
           backend_config: {num_replicas: 2}
 
-    The change is all or nothing; deployments that are left out are
-    deleted. app_dir is relative to the file. Other fields are named like
-    the options of 'muster deploy', without their dashes.
+    The change is all or nothing; deployments that are left out are deleted. app_dir is relative to the file. All fields
+    are named like the options of 'muster deploy', with underscores: beside 'name', version; under replica_config,
+    import_path, app_dir, init_args, init_kwargs and ray_actor_options (with num_cpus and num_gpus); under
+    endpoint_options, shard_key_header, backend_header and relative_slo_ms; under backend_config, all others.
+    'methods' stands beside route_prefix.
     """
     request, notes = read_application(file, session.directory)
     for note in notes:
@@ -163,12 +167,13 @@ def delete(
     *,
     name: Annotated[str, typer.Argument(metavar="APP", help="Name of the application.")],
 ) -> ChangeRequest:
-    """Delete an application with all its deployments.
+    """Delete an application with all its deployments, and wait until their replicas are gone.
 
     Example:
       muster app delete shop
 
-    Requests in flight finish first.
+    Requests in flight have --graceful-shutdown-timeout-s (20 seconds by default) to finish. Deleting an application
+    that does not exist succeeds.
     """
     return ChangeRequest(
         command=DeleteApplication(name=check_name(name, "APP")),
@@ -182,7 +187,7 @@ def delete(
 @query_command
 def list_(session: Session) -> ReadRequest[list[ApplicationView]]:  # noqa: ARG001 - every command gets it
     """List applications."""
-    return ReadRequest(lambda admin: admin.get_all_applications(), _show_applications)
+    return ReadRequest(GetAllApplications(), _show_applications)
 
 
 def _show_applications(views: Sequence[ApplicationView]) -> None:

@@ -1,4 +1,4 @@
-"""`muster backend …`: code and configuration with replicas, without an endpoint of its own."""
+"""`muster backend …` and `muster update`: code and configuration with replicas."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from muster.cli.config_options import (
     build_replica_config,
     parse_backend_overrides,
 )
+from muster.cli.help import Commands
 from muster.cli.output import (
     counts,
     get_config_facts,
@@ -27,34 +28,48 @@ from muster.cli.output import (
     style_state,
     table,
 )
-from muster.cli.queries import ReadRequest, group, query_command
+from muster.cli.queries import FieldsOption, ReadRequest, query_command
 from muster.cli.session import Session
-from serve_common.api.commands import Change, CreateBackend, DeleteBackend, UpdateBackendConfig
-from serve_common.api.queries import GetBackendConfig
+from serve_common.api.commands import ChangeReply, Command, CreateBackend, DeleteBackend, UpdateBackendConfig
+from serve_common.api.queries import GetAllBackends, GetBackendConfig
 from serve_common.api.views import BackendConfigView, BackendView
 from serve_common.names import deployment_tag
 
-Tag = Annotated[str, typer.Argument(metavar="BACKEND", help="Tag of the backend, or name of a deployment.")]
+Tag = Annotated[
+    str,
+    typer.Argument(
+        metavar="BACKEND", help="Name of the backend; that of a deployment has the deployment's name."
+    ),
+]
 
-app = group("Backends, code with its replicas: create, update, delete, config, list.")
+app = Commands(
+    help="""Manage backends, which are code with replicas but no route: create, delete, show, list.
+
+    A deployment is a backend and an endpoint of the same name that sends everything to it. Further backends are for
+    several versions at a time, and get requests by 'muster traffic' or 'muster endpoint'.
+    """
+)
 
 
 @change_command(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS))
 def create(
     session: Session,
     *,
-    tag: Tag,
-    import_path: Annotated[str, typer.Argument(help="Class or function to serve, as module:attribute.")],
+    tag: Annotated[
+        str, typer.Argument(metavar="BACKEND", help="Name of the backend; no deployment may have it.")
+    ],
+    import_path: Annotated[
+        str, typer.Argument(metavar="IMPORT_PATH", help="Class or function to serve, as module:attribute.")
+    ],
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Create or update a backend, and wait until its replicas run.
 
     Example:
-      muster backend create v2 digits:Digits --app-dir examples/digits
+      muster backend create digits-new digits:Digits --app-dir examples/digits
 
-    Options that are left out get their defaults. No request reaches the
-    backend until an endpoint sends to it: 'muster endpoint create',
-    'muster traffic set'.
+    Options that are left out get their defaults. No request reaches the backend until an endpoint sends to it:
+    'muster traffic set', 'muster endpoint create'.
     """
     return _change_request(
         CreateBackend(
@@ -71,29 +86,26 @@ def create(
 def update(
     session: Session,
     *,
-    tag: Tag,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config", metavar="JSON|@FILE", help="Fields to change, as an object; options override them."
-        ),
-    ] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the deployment or backend, or APP/NAME.")
+    ],
+    fields: FieldsOption = None,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Change fields of the configuration of a backend or deployment.
+    """Change settings of a deployment or backend without replacing replicas.
 
     Examples:
-      muster backend update digits --num-replicas 3
-      muster backend update digits --config '{"max_replicas_per_host": null}'
+      muster update digits --max-concurrent-queries 20
+      muster update digits --fields '{"max_replicas_per_host": null}'
 
-    Fields that are not given stay as they are. No replica is replaced.
+    Settings that are not given stay as they are. The next deploy of a deployment sets all of them again.
     """
     return _change_request(
         UpdateBackendConfig(
-            backend_tag=deployment_tag(tag, "BACKEND"),
-            config=parse_backend_overrides(overrides, config, session.directory),
+            backend_tag=deployment_tag(name, "NAME"),
+            config=parse_backend_overrides(overrides, fields, session.directory),
         ),
-        tag,
+        name,
         "is updated",
     )
 
@@ -104,39 +116,41 @@ def delete(
     *,
     tag: Tag,
     force_kill: Annotated[
-        bool, typer.Option("--force-kill", help="Kill replicas without finishing requests in flight.")
+        bool,
+        typer.Option("--force-kill", help="Kill replicas at once, without finishing requests in flight."),
     ] = False,
 ) -> ChangeRequest:
-    """Delete a backend and wait until its replicas are gone.
+    """Delete a backend, and wait until its replicas are gone.
 
     Example:
-      muster backend delete v1
+      muster backend delete digits-new
 
-    The command is refused while an endpoint sends or copies traffic to it.
+    Refused while an endpoint sends or copies requests to it, and for a deployment's backend: 'muster delete'.
+    Deleting a backend that does not exist succeeds.
     """
     request = DeleteBackend(backend_tag=deployment_tag(tag, "BACKEND"), force_kill=force_kill)
     return _change_request(request, tag, "is deleted", "does not exist")
 
 
 @query_command
-def config(
+def show(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     tag: Tag,
 ) -> ReadRequest[BackendConfigView]:
-    """Show a backend's configuration."""
+    """Show the configuration of a backend or deployment."""
     query = GetBackendConfig(backend_tag=deployment_tag(tag, "BACKEND"))
-    return ReadRequest(lambda admin: admin.get_backend_config(query), _show_config)
+    return ReadRequest(query, _show_config)
 
 
 @query_command
 def list_(session: Session) -> ReadRequest[list[BackendView]]:  # noqa: ARG001 - every command gets it
     """List backends, those of deployments included."""
-    return ReadRequest(lambda admin: admin.get_all_backends(), _show_backends)
+    return ReadRequest(GetAllBackends(), _show_backends)
 
 
 def _change_request(
-    command: Change, tag: str, done: str, already: str = "is already as given"
+    command: Command[ChangeReply], tag: str, done: str, already: str = "is already as given"
 ) -> ChangeRequest:
     what = f"backend {short_name(tag)}"
     return ChangeRequest(
@@ -163,7 +177,6 @@ def _show_backends(views: Sequence[BackendView]) -> None:
 
 
 app.command("create")(create)
-app.command("update")(update)
 app.command("delete")(delete)
-app.command("config")(config)
+app.command("show")(show)
 app.command("list")(list_)

@@ -5,39 +5,34 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 import typer
 
 from muster import secrets as stack_secrets
-from muster.cli.changes import confirm, show_progress
+from muster.cli.changes import confirm, show_plan, show_progress
 from muster.cli.output import Progress, print_error, print_json, print_line
-from muster.cli.ports import AdminPort
 from muster.cli.queries import (
-    STACK_OPTIONS,
+    DryRunOption,
     JsonOption,
     NoWaitOption,
     ReadRequest,
     TimeoutOption,
-    build_command,
-    parameter,
-    pop_stack_choice,
     query_command,
+    stack_command,
 )
-from muster.cli.session import ExitCode, Session, get_session
-from muster.client.address import StackAddress
+from muster.cli.session import ExitCode, Session, StackChoice, get_session
+from muster.client.admin import AdminClient
 from serve_common.api.commands import RestoreReply
 from serve_common.api.views import GoalStatus
-from serve_common.errors import BadField
+from serve_common.errors import BadField, PermanentError
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 _TIMEOUT_S: Final = 600.0
-Reply = TypeVar("Reply")
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,22 +64,21 @@ def backup(
     Example:
       muster backup monday.muster
 
-    Contains applications, deployments, backends, endpoints with their
-    traffic, revisions for rollback, and the HTTP options, all at one moment
-    while the stack runs. It holds no password of the stack; values given to
-    deployments (runtime_env, init_args) are included. Models' files, the
-    audit log, finished goals and drained hosts are not.
+    Contains applications, deployments, backends, endpoints with their traffic, revisions for rollback, and the HTTP
+    options, all at one moment while the stack runs. Not included: code and model files, the history, finished changes,
+    which hosts are drained, and passwords of the stack. The file may hold secrets that deployments were given in
+    runtime_env, init_args, init_kwargs or user_config: keep it safe.
     """
     path = session.directory / file
     if path.exists() and not force:
         raise BadField("FILE", f"{file} is there already; --force replaces it")
 
-    async def ask(admin: AdminPort) -> Written:
+    async def write(admin: AdminClient) -> Written:
         data = await admin.fetch_backup()
         _write(path, data)
         return Written(file=str(file), size_bytes=len(data))
 
-    return ReadRequest(ask, lambda done: print_line(f"{done.file} is written ({done.size_bytes} bytes)"))
+    return ReadRequest(write, lambda done: print_line(f"{done.file} is written ({done.size_bytes} bytes)"))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -104,43 +98,59 @@ def _write(path: Path, data: bytes) -> None:
         raise BadField("FILE", f"cannot be written: {error}") from error
 
 
-def _restore(
+@stack_command
+def restore(
     session: Session,
+    choice: StackChoice,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'muster backup' wrote.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    timeout_s: TimeoutOption = _TIMEOUT_S,
+    no_wait: NoWaitOption = False,
+    dry_run: DryRunOption = False,
+    as_json: bool = False,
 ) -> None:
-    """Restore everything that is deployed from a backup.
+    """Make the stack equal to a backup: what is not in it is deleted.
 
-    Example:
+    Examples:
+      muster restore monday.muster --dry-run
       muster restore monday.muster
 
-    The file is checked before anything is changed. The restore is one change:
-    what the backup lacks is deleted, what is the same is left alone, and what
-    serves goes on until its replacement serves. A stack that lost everything
-    must be started first. Asks for confirmation.
+    The file is checked before anything is changed. The restore is one change: unchanged deployments are not touched,
+    and changed ones serve until their replacements do. To restore onto a new machine, start an empty stack first
+    ('muster up'). Asks for confirmation; without a terminal it needs --yes.
     """
-
-
-def _run(context: typer.Context, values: dict[str, Any]) -> None:
-    session = get_session(context)
-    as_json, timeout_s, no_wait = values.pop("as_json"), values.pop("timeout_s"), values.pop("no_wait")
-    choice = pop_stack_choice(values)
-    file, yes = values["file"], values["yes"]
     with session.reporting(as_json=as_json):
         data = _read(session.directory / file)
         address = session.find_stack(choice)
-        checked = _query(session, address, lambda admin: admin.send_backup(data, confirm=False))
+        checked = session.run(
+            address, "restore", lambda stack, _progress: stack.admin.send_backup(data, confirm=False)
+        )
+        if dry_run:
+            _show_dry_run(checked, file, as_json=as_json)
+            return
         if not yes:
             print_error(f"{file}: {checked.summary}")
             confirm("Make this, and nothing else, be deployed?")
     with session.reporting(
         as_json=as_json, interrupted="stopped waiting; the restore goes on: 'muster status'"
     ):
-        reply = _query(session, address, lambda admin: admin.send_backup(data, confirm=True))
         wait_s = 0.0 if no_wait else timeout_s
-        restored = asyncio.run(_wait(session, address, reply, wait_s))
+        restored = session.run(
+            address, "restore", lambda stack, progress: _send(stack.admin, data, wait_s, progress)
+        )
         _show(restored, file, as_json=as_json, is_waiting=not no_wait)
+
+
+def _show_dry_run(checked: RestoreReply, file: Path, *, as_json: bool) -> None:
+    plan = checked.plan
+    if plan is None:
+        raise PermanentError("the controller is of a version that cannot plan a restore; nothing was changed")
+    if as_json:
+        print_json(plan)
+        return
+    print_line(f"{file}: {checked.summary}")
+    show_plan(plan, "everything", "is as in the backup already")
 
 
 def _read(path: Path) -> bytes:
@@ -154,32 +164,22 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _query(session: Session, address: StackAddress, ask: Callable[[AdminPort], Awaitable[Reply]]) -> Reply:
-    async def run() -> Reply:
-        with Progress("restore") as progress:
-            async with session.connect(address, progress) as stack:
-                return await ask(stack.admin)
-
-    return asyncio.run(run())
-
-
-async def _wait(session: Session, address: StackAddress, reply: RestoreReply, wait_s: float) -> Restored:
+async def _send(admin: AdminClient, data: bytes, wait_s: float, progress: Progress) -> Restored:
+    reply = await admin.send_backup(data, confirm=True)
     failed: dict[GoalId, str] = {}
     pending: list[GoalId] = []
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
-    with Progress("restore") as progress:
-        async with session.connect(address, progress) as stack:
-            for goal_id in reply.goal_ids if wait_s else ():
-                view = await stack.admin.wait_for_goal(
-                    goal_id,
-                    deadline_s=max(0.0, deadline - loop.time()),
-                    on_progress=lambda goal: show_progress(goal, progress),
-                )
-                if view.status is GoalStatus.PENDING:
-                    pending.append(goal_id)
-                elif view.status is not GoalStatus.SUCCEEDED:
-                    failed[goal_id] = view.error or view.status.value
+    for goal_id in reply.goal_ids if wait_s else ():
+        view = await admin.wait_for_goal(
+            goal_id,
+            deadline_s=max(0.0, deadline - loop.time()),
+            on_progress=lambda goal: show_progress(goal, progress),
+        )
+        if view.status is GoalStatus.PENDING:
+            pending.append(goal_id)
+        elif view.status is not GoalStatus.SUCCEEDED:
+            failed[goal_id] = view.error or view.status.value
     return Restored(backup=reply.summary, goal_ids=reply.goal_ids, failed=failed, pending=pending)
 
 
@@ -198,18 +198,6 @@ def _show(restored: Restored, file: Path, *, as_json: bool, is_waiting: bool) ->
         raise typer.Exit(ExitCode.TIMED_OUT)
 
 
-_restore.__name__ = "restore"
-restore = build_command(
-    _restore,
-    _run,
-    (
-        parameter("timeout_s", TimeoutOption, _TIMEOUT_S),
-        parameter("no_wait", NoWaitOption, default=False),
-        *STACK_OPTIONS,
-    ),
-)
-
-
 def secrets(
     context: typer.Context,
     *,
@@ -221,18 +209,25 @@ def secrets(
         typer.Option(
             "--rotate",
             metavar="ROLE",
-            help="Replace the keys of this role: controller, host, admin, proxy, replica, client or system.",
+            help="Replace the keys of this role: controller, host, admin, proxy, replica, client, or system (the "
+            "servers' own state, for operators).",
         ),
     ] = None,
     subject_prefix: Annotated[
         str,
         typer.Option(
-            "--subject-prefix", metavar="NAME", help="First token of all NATS subjects of this instance."
+            "--subject-prefix",
+            metavar="NAME",
+            help="First token of all NATS subjects of this stack, for several stacks on one NATS; all its processes "
+            "and commands then need MUSTER_SUBJECT_PREFIX.",
         ),
     ] = "serve",
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Generate passwords for a NATS with plain users instead of identities."),
+        typer.Option(
+            "--plain",
+            help="Generate passwords, for a NATS whose users have passwords, instead of NATS identities.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -241,9 +236,9 @@ def secrets(
     Example:
       muster secrets --directory secrets
 
-    Existing files are kept. Secrets are never printed. When
-    nats_identities.conf has changed, restart NATS; after --rotate, restart the
-    processes of that role too.
+    Then start the stack with 'docker compose up -d --build --wait'. Existing files are kept, and secrets are never
+    printed. When nats_identities.conf has changed, restart NATS; after --rotate, restart the processes of that role
+    too.
     """
     session = get_session(context)
     with session.reporting(as_json=as_json):

@@ -25,7 +25,6 @@ from muster.cli.output import (
     style_state,
     table,
 )
-from muster.cli.ports import AdminPort
 from muster.cli.queries import (
     STACK_OPTIONS,
     DryRunOption,
@@ -35,10 +34,17 @@ from muster.cli.queries import (
     parameter,
     pop_stack_choice,
 )
-from muster.cli.session import ExitCode, Session, get_session
-from muster.client.address import StackAddress
-from serve_common.api.commands import Change, CreateEndpoint, Deploy, DeployApplication, Shutdown
-from serve_common.api.queries import GetDeploymentInfo
+from muster.cli.session import ExitCode, get_session
+from muster.client.admin import AdminClient
+from serve_common.api.commands import (
+    ChangeReply,
+    Command,
+    CreateEndpoint,
+    Deploy,
+    DeployApplication,
+    Shutdown,
+)
+from serve_common.api.queries import GetDeploymentInfo, GetHttpProxies, Plan
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, PlanView, ProxyView
 from serve_common.errors import BadField, NotFound, ServeError
 from serve_common.names import GoalId
@@ -47,7 +53,7 @@ from serve_common.names import GoalId
 class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A command and the texts of its report."""
 
-    command: Change | Shutdown
+    command: Command[ChangeReply] | Shutdown
     what: str
     """Subject of the report, such as ``endpoint digits``."""
     done: str
@@ -139,7 +145,7 @@ _WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not
 
 
 async def perform(
-    admin: AdminPort,
+    admin: AdminClient,
     change: ChangeRequest,
     *,
     timeout_s: float,
@@ -197,41 +203,41 @@ async def perform(
 def show_progress(goal: GoalView, progress: Progress) -> None:
     """Show what a pending goal waits for."""
     if goal.status is GoalStatus.PENDING:
-        progress.say(goal.message)
+        progress.show(goal.message)
 
 
-async def _send(admin: AdminPort, change: ChangeRequest) -> tuple[list[GoalId], bool]:
+async def _send(admin: AdminClient, change: ChangeRequest) -> tuple[list[GoalId], bool]:
     command = change.command
     if isinstance(command, Shutdown):
-        goal_ids = (await admin.shutdown(command)).goal_ids
+        goal_ids = (await admin.call(command)).goal_ids
         return goal_ids, bool(goal_ids)
-    reply = await admin.change(command)
+    reply = await admin.call(command)
     return ([] if reply.goal_id is None else [reply.goal_id]), reply.updating
 
 
-async def _ended(admin: AdminPort, goal_ids: Sequence[GoalId]) -> GoalView | None:
+async def _ended(admin: AdminClient, goal_ids: Sequence[GoalId]) -> GoalView | None:
     for goal_id in goal_ids:
         try:
-            return await admin.wait_for_goal(goal_id, deadline_s=0.0, on_progress=lambda _goal: None)
+            return await admin.wait_for_goal(goal_id, deadline_s=0.0)
         except NotFound:
             return None  # ended so long ago that it is no longer retained
     return None
 
 
-async def _deployment(admin: AdminPort, change: ChangeRequest) -> DeploymentView | None:
+async def _deployment(admin: AdminClient, change: ChangeRequest) -> DeploymentView | None:
     if change.deployment is None:
         return None
     try:
-        return await admin.get_deployment_info(GetDeploymentInfo(name=change.deployment))
+        return await admin.call(GetDeploymentInfo(name=change.deployment))
     except NotFound:
         return None
 
 
-async def _urls(admin: AdminPort, change: ChangeRequest, host: str) -> list[str]:
+async def _urls(admin: AdminClient, change: ChangeRequest, host: str) -> list[str]:
     if change.route is None:
         return []
     try:
-        proxies = await admin.get_http_proxies()
+        proxies = await admin.call(GetHttpProxies())
     except ServeError:
         return []  # only a convenience: the change itself is done
     return [f"{base}{change.route}" for base in proxy_urls(proxies, host)]
@@ -250,10 +256,13 @@ def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
     return sorted(set(urls))
 
 
-def show_plan(view: PlanView, change: ChangeRequest) -> None:
-    """Print which replicas would start, stop or be reconfigured, and why."""
+def show_plan(view: PlanView, what: str, already: str) -> None:
+    """Print which replicas would start, stop or be reconfigured, and why.
+
+    ``what`` and ``already`` are as in `ChangeRequest`.
+    """
     if not view.updating:
-        print_line(f"nothing to do: {change.what} {change.already}")
+        print_line(f"nothing to do: {what} {already}")
     elif view.replicas:
         counts = Counter(each.action.value for each in view.replicas)
         would = ", ".join(f"{count} to {action}" for action, count in counts.items())
@@ -266,9 +275,9 @@ def show_plan(view: PlanView, change: ChangeRequest) -> None:
                 Text(replica),
                 Text(each.why),
             )
-        print_table(f"{change.what}: {would}", rows)
+        print_table(f"{what}: {would}", rows)
     else:
-        print_line(f"{change.what}: would change; no replica is touched")
+        print_line(f"{what}: would change; no replica is touched")
     for note in view.notes:
         print_line(f"note: {note}")
     print_line("this was a dry run; nothing was changed")
@@ -355,7 +364,7 @@ def _curl(url: str, change: ChangeRequest) -> str:
 
 
 DRY_RUN = "dry_run"
-"""Parameter that every changing command has, and no other command."""
+"""Parameter of every command that has a plan: those that change what is deployed."""
 
 
 def change_command(
@@ -390,14 +399,25 @@ def change_command(
                 change = build(session, **values)
                 address = session.find_stack(choice)
                 if dry_run:
-                    _show_plan(asyncio.run(_plan(session, address, change)), change, as_json=as_json)
+                    query = Plan.for_command(change.command)
+                    view = session.run(address, change.what, lambda stack, _progress: stack.admin.call(query))
+                    _show_plan(view, change, as_json=as_json)
                     return
                 if change.question:
                     confirm(change.question)
-            goes_on = f"stopped waiting; the change goes on: '{change.progress_command}'"
-            with session.reporting(as_json=as_json, interrupted=goes_on):
-                outcome = asyncio.run(
-                    _perform(session, address, change, timeout_s=wait_s, is_waiting=not no_wait)
+            interrupted_message = f"stopped waiting; the change goes on: '{change.progress_command}'"
+            with session.reporting(as_json=as_json, interrupted=interrupted_message):
+                outcome = session.run(
+                    address,
+                    change.what,
+                    lambda stack, progress: perform(
+                        stack.admin,
+                        change,
+                        timeout_s=wait_s,
+                        is_waiting=not no_wait,
+                        host=address.host,
+                        progress=progress,
+                    ),
                 )
                 _show(outcome, change, as_json=as_json)
                 if outcome.exit_code is not ExitCode.OK:
@@ -406,27 +426,6 @@ def change_command(
         return build_command(build, run, shared)
 
     return make
-
-
-async def _plan(session: Session, address: StackAddress, change: ChangeRequest) -> PlanView:
-    with Progress(change.what) as progress:
-        async with session.connect(address, progress) as stack:
-            return await stack.admin.plan(change.command)
-
-
-async def _perform(
-    session: Session, address: StackAddress, change: ChangeRequest, *, timeout_s: float, is_waiting: bool
-) -> ChangeOutcome:
-    with Progress(change.what) as progress:
-        async with session.connect(address, progress) as stack:
-            return await perform(
-                stack.admin,
-                change,
-                timeout_s=timeout_s,
-                is_waiting=is_waiting,
-                host=address.host,
-                progress=progress,
-            )
 
 
 def confirm(question: str) -> None:
@@ -445,7 +444,7 @@ def _show_plan(view: PlanView, change: ChangeRequest, *, as_json: bool) -> None:
     if as_json:
         print_json(view)
     else:
-        show_plan(view, change)
+        show_plan(view, change.what, change.already)
 
 
 def _show(outcome: ChangeOutcome, change: ChangeRequest, *, as_json: bool) -> None:

@@ -1,12 +1,12 @@
 """Options for the fields of a backend's, a replica's and an endpoint's configuration.
 
-Why tables: a field is an option of `muster deploy`, `muster backend create` and `muster backend update` alike, and a
+Why tables: a field is an option of `muster deploy`, `muster backend create` and `muster update` alike, and a
 test ensures that none is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -43,78 +43,162 @@ def _dashed(kind: type[Enum]) -> Any:
 
 
 CODE_OPTIONS: Final = (
-    option("app_dir", str, "Directory that replicas import the module from.", panel=_CODE),
     option(
-        "init_args", str, "Positional arguments of the constructor, an array.", panel=_CODE, metavar="JSON"
+        "app_dir",
+        str,
+        "Directory of the module. It is not uploaded: it must exist under this path on every replica host. "
+        "Default: none; the module is found among the hosts' installed packages.",
+        panel=_CODE,
+        metavar="DIR",
     ),
     option(
-        "init_kwargs", str, "Keyword arguments of the constructor, an object.", panel=_CODE, metavar="JSON"
+        "init_args",
+        str,
+        "Positional arguments of the constructor: a JSON array, or a file (.json, .yaml).",
+        panel=_CODE,
+        metavar="JSON|@FILE",
     ),
-    option("num_cpus", float, "CPUs reserved for each replica. Default: 1.", panel=_SIZE, metavar="N"),
+    option(
+        "init_kwargs",
+        str,
+        "Keyword arguments of the constructor: a JSON object, or a file (.json, .yaml).",
+        panel=_CODE,
+        metavar="JSON|@FILE",
+    ),
+    option(
+        "num_cpus",
+        float,
+        "CPUs reserved for each replica, such as 0.5. Default: 1.",
+        panel=_SIZE,
+        metavar="N",
+    ),
     option("num_gpus", float, "GPUs reserved for each replica. Default: 0.", panel=_SIZE, metavar="N"),
     option(
         "ray_actor_options",
         str,
-        "Ray options of each replica: num_cpus, num_gpus, memory, resources, runtime_env.",
+        "Ray options of each replica: memory (bytes), resources, runtime_env (env_vars only), num_cpus and "
+        "num_gpus, which --num-cpus and --num-gpus override.",
         panel=_SIZE,
-        metavar="JSON",
+        metavar="JSON|@FILE",
     ),
 )
 """Options for the fields of `ReplicaConfig`, except its import path."""
 
 _FIELDS: Final = (
-    ("user_config", str, "Value passed to reconfigure(); @file.json or @file.yaml.", _CODE, "JSON|@FILE"),
+    (
+        "user_config",
+        str,
+        "Value passed to reconfigure() of every replica: JSON, or a file (.json, .yaml).",
+        _CODE,
+        "JSON|@FILE",
+    ),
     (
         "may_call",
         str,
-        "Applications or APP/DEPLOYMENTs that its handles may call; '*' allows all. Default: its own application.",
+        (
+            "Applications or deployments (APP/NAME) that this one may call through deployment handles; '*' for all. "
+            "Default: its own application."
+        ),
         _CODE,
         "NAME,...",
     ),
-    ("num_replicas", int, "Number of replicas to run.", _SIZE, "N"),
+    (
+        "num_replicas",
+        int,
+        (
+            "Number of replicas, 0 to 10000. With autoscaling a deploy ignores it, and 'muster update' pauses the "
+            "autoscaling with it."
+        ),
+        _SIZE,
+        "N",
+    ),
     (
         "autoscaling_config",
         str,
-        "Let num_replicas follow the load, as in min_replicas=1,max_replicas=8; 'off' disables it.",
+        (
+            "Let the number of replicas follow the load between two limits, as in min_replicas=1,max_replicas=8; 'off' "
+            "fixes the number. The load is target_ongoing_requests per replica, waiting ones included; a new "
+            "deployment starts with initial_replicas, or else min_replicas. docs/reference/configuration.md explains "
+            "each field."
+        ),
         _SIZE,
         _GROUP,
     ),
-    ("max_concurrent_queries", int, "Requests that one replica works on at once.", _SIZE, "N"),
-    ("max_queued_requests", int, "Requests that may wait in one proxy; -1 means no limit.", _SIZE, "N"),
-    ("placement", Placement, "spread: across hosts; pack: fill hosts first.", _SIZE, None),
-    ("max_replicas_per_host", int, "Most replicas on one host; unlimited when unset.", _SIZE, "N"),
+    (
+        "max_concurrent_queries",
+        int,
+        "Requests that one replica works on at once; also the size of its thread pool.",
+        _SIZE,
+        "N",
+    ),
+    (
+        "max_queued_requests",
+        int,
+        "Requests that may wait for a replica in one proxy; further ones are refused. -1 means no limit.",
+        _SIZE,
+        "N",
+    ),
+    (
+        "placement",
+        Placement,
+        "How a host is chosen for a replica. spread: the one with the fewest replicas; pack: the fullest.",
+        _SIZE,
+        "PLACEMENT",
+    ),
+    ("max_replicas_per_host", int, "Most replicas on one host. Default: as many as fit.", _SIZE, "N"),
     (
         "on_failure",
         _dashed(OnFailure),
-        "After a failed update, keep: new replicas that serve stay; go-back: the old version replaces them.",
+        (
+            "What becomes of new replicas that serve when an update fails. keep: they stay beside the old ones; "
+            "go-back: the old version replaces them."
+        ),
         _UPDATES,
-        None,
+        "ACTION",
     ),
     (
         "max_surge_percent",
         float,
-        "Extra replicas allowed during an update, in % of num-replicas.",
+        "Extra replicas allowed during an update, in % of --num-replicas, rounded up.",
         _UPDATES,
-        "N",
+        "PERCENT",
     ),
     (
         "max_unavailable_percent",
         float,
-        "Replicas that may be missing during an update when capacity is short, in % of num-replicas.",
+        "Replicas that may be missing during an update when capacity is short, in % of --num-replicas, rounded up.",
         _UPDATES,
+        "PERCENT",
+    ),
+    (
+        "max_constructor_retry_count",
+        int,
+        "Failed starts of a version, over all its replicas, after which its update fails.",
+        _LIFE,
         "N",
     ),
-    ("max_constructor_retry_count", int, "Failed starts of a version before its update fails.", _LIFE, "N"),
-    ("start_timeout_s", float, "Seconds for import and constructor before a replica is stuck.", _LIFE, "S"),
+    (
+        "start_timeout_s",
+        float,
+        "Seconds that import and constructor may take before the start counts as failed.",
+        _LIFE,
+        "SECONDS",
+    ),
     (
         "graceful_shutdown_timeout_s",
         float,
         "Seconds for a stopped replica to finish requests in flight before it is killed.",
         _LIFE,
-        "S",
+        "SECONDS",
     ),
-    ("health_check_period_s", float, "Seconds between health checks.", _LIFE, "S"),
-    ("health_check_timeout_s", float, "Seconds before a check counts as failed.", _LIFE, "S"),
+    (
+        "health_check_period_s",
+        float,
+        "Seconds between calls of check_health() of a replica.",
+        _LIFE,
+        "SECONDS",
+    ),
+    ("health_check_timeout_s", float, "Seconds before a check counts as failed.", _LIFE, "SECONDS"),
     (
         "health_check_failure_threshold",
         int,
@@ -125,21 +209,51 @@ _FIELDS: Final = (
     (
         "replica_policy",
         _dashed(ReplicaPolicyName),
-        "How a router chooses among replicas with a free slot.",
+        (
+            "How proxies and handles choose among replicas below --max-concurrent-queries: power-of-two-choices, "
+            "round-robin, random or fixed-packing."
+        ),
         _GUARD,
-        None,
+        "POLICY",
     ),
     ("packing_num", int, "Consecutive requests to one replica, with fixed-packing.", _GUARD, "N"),
-    ("backpressure_config", str, "Response to requests that a full queue refuses.", _GUARD, _GROUP),
-    ("outlier_ejection", str, "When a router leaves out a replica that keeps failing.", _GUARD, _GROUP),
+    (
+        "backpressure_config",
+        str,
+        "Response when the queue is full: its status (503 or 429) and the seconds in its Retry-After header (1).",
+        _GUARD,
+        _GROUP,
+    ),
+    (
+        "outlier_ejection",
+        str,
+        (
+            "Send nothing to a replica for ejection_time_s seconds after consecutive_failures failures in a row, but "
+            "never eject more than max_ejected_percent of the replicas; 'off' disables it."
+        ),
+        _GUARD,
+        _GROUP,
+    ),
     (
         "retry_budget_percent",
         float,
-        "Requests that may be sent a second time after a loss, in % of all requests.",
+        (
+            "Share of requests, in %, that may be sent again because their replica died. 0 allows only ten in ten "
+            "seconds. A POST is sent again only with the header Idempotency-Key."
+        ),
         _GUARD,
-        "N",
+        "PERCENT",
     ),
-    ("circuit_breaker", str, "When a router stops sending to a failing backend.", _GUARD, _GROUP),
+    (
+        "circuit_breaker",
+        str,
+        (
+            "Answer 503 for open_time_s seconds once failure_percent of at least requests_min requests within "
+            "window_s seconds failed because replicas died or fell silent; 'off' disables it."
+        ),
+        _GUARD,
+        _GROUP,
+    ),
 )
 """Options for the fields of `BackendConfig`: name, type, help text, panel, metavar."""
 
@@ -152,22 +266,38 @@ _GROUPS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "autoscaling_config": AutoscalingConfig,
 }
 _OFF: Final = "off"
+_OFF_VALUES: Final[Mapping[str, Any]] = {
+    "autoscaling_config": None,
+    "outlier_ejection": {"consecutive_failures": 0},
+    "circuit_breaker": {"failure_percent": 0.0},
+}
 
 
 def _text_with_default(name: str, text: str) -> str:
+    if name in _GROUPS:
+        return f"{text} Fields and defaults: {', '.join(_fields_with_defaults(_GROUPS[name]()))}."
     default = getattr(BackendConfig(), name)
     if default is None:
         return text
     if isinstance(default, Enum):
         return f"{text} Default: {default.value.replace('_', '-')}."
-    if isinstance(default, msgspec.Struct):
-        return f"{text} Default: {parsing.group_text(default)}."
     return f"{text} Default: {default:g}."
+
+
+def _fields_with_defaults(group: msgspec.Struct) -> Iterator[str]:
+    for name, value in msgspec.structs.asdict(group).items():
+        match value:
+            case None | msgspec.Struct():
+                yield name
+            case Enum():
+                yield f"{name}={value.value}"
+            case _:
+                yield f"{name}={value:g}"
 
 
 def _text_with_names(name: str, text: str) -> str:
     kind = _GROUPS.get(name)
-    return text if kind is None else f"{text} Names: {', '.join(kind.__struct_fields__)}."
+    return text if kind is None else f"{text} Fields: {', '.join(kind.__struct_fields__)}."
 
 
 BACKEND_OPTIONS: Final = tuple(
@@ -193,15 +323,15 @@ def build_backend_config(overrides: Mapping[str, Any], directory: Path) -> Backe
 
 
 def parse_backend_overrides(
-    overrides: Mapping[str, Any], config: str | None, directory: Path
+    overrides: Mapping[str, Any], fields: str | None, directory: Path
 ) -> dict[str, Any]:
-    """Collect the given fields: those of the JSON object ``config``, overridden by options. Raises `BadField`."""
-    partial = dict(parsing.read_object(config, directory, "--config"))
+    """Collect the given fields: those of the JSON object ``fields``, overridden by options. Raises `BadField`."""
+    partial = dict(parsing.read_object(fields, directory, "--fields"))
     for name, value in _fields(overrides, directory).items():
         known = partial.get(name)
         partial[name] = {**known, **value} if name in _GROUPS and isinstance(known, dict) else value
     if not partial:
-        raise BadField("config", "nothing is given; --help shows the options")
+        raise BadField("options", "nothing is given; --help shows them")
     try:
         check_backend_config(merged(BackendConfig(), partial, "backend_config"))
     except BadField as error:
@@ -217,13 +347,13 @@ def build_replica_config(import_path: str, overrides: Mapping[str, Any], directo
     app_dir, note = parsing.resolve_app_dir(overrides.get("app_dir"), directory)
     if note:
         print_error(note)
-    read = parsing.read_json
+    args, kwargs = overrides.get("init_args"), overrides.get("init_kwargs")
     config = ReplicaConfig(
         import_path=import_path,
         app_dir=app_dir,
-        init_args=read(overrides.get("init_args"), "--init-args", list[Any], "an array") or [],
-        init_kwargs=read(overrides.get("init_kwargs"), "--init-kwargs", dict[str, Any], "an object") or {},
-        ray_actor_options=_actor_options(overrides),
+        init_args=parsing.read_typed(args, directory, "--init-args", list[Any], "an array") or [],
+        init_kwargs=parsing.read_typed(kwargs, directory, "--init-kwargs", dict[str, Any], "an object") or {},
+        ray_actor_options=_actor_options(overrides, directory),
     )
     try:
         return check_replica_config(config)
@@ -254,17 +384,17 @@ def _fields(overrides: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     for name, group in _GROUPS.items():
         if name not in fields:
             continue
-        if name == "autoscaling_config" and fields[name].strip() == _OFF:
-            fields[name] = None
+        if name in _OFF_VALUES and fields[name].strip() == _OFF:
+            fields[name] = _OFF_VALUES[name]
         else:
             fields[name] = parsing.read_group(fields[name], get_option_name(name), group)
     plain: dict[str, Any] = msgspec.to_builtins(fields)
     return plain
 
 
-def _actor_options(overrides: Mapping[str, Any]) -> RayActorOptions:
+def _actor_options(overrides: Mapping[str, Any], directory: Path) -> RayActorOptions:
     text = overrides.get("ray_actor_options")
-    options = parsing.read_json(text, "--ray-actor-options", RayActorOptions, "an object")
+    options = parsing.read_typed(text, directory, "--ray-actor-options", RayActorOptions, "an object")
     amounts = {name: overrides[name] for name in ("num_cpus", "num_gpus") if name in overrides}
     return msgspec.structs.replace(options or RayActorOptions(), **amounts)
 
@@ -274,15 +404,24 @@ _ENDPOINT_FIELDS: Final = (
     (
         "shard_key_header",
         str,
-        "Request header whose value pins requests to one replica; empty disables it.",
+        "Request header whose value keeps requests at one backend and replica; '' disables it.",
         "HEADER",
     ),
-    ("backend_header", str, "Request header that selects a backend; empty disables it.", "HEADER"),
+    (
+        "backend_header",
+        str,
+        "Request header that selects one of the endpoint's backends; '' disables it.",
+        "HEADER",
+    ),
     (
         "relative_slo_ms",
         float,
-        "Milliseconds from arrival to the deadline of requests without one; else the request timeout.",
-        "MS",
+        (
+            "Milliseconds from arrival until a request is cancelled and answered with 504, unless it sets a "
+            "deadline of its own, as by the header X-Serve-Relative-SLO-MS. Never later than "
+            "request_timeout_s of 'muster http show'."
+        ),
+        "MILLISECONDS",
     ),
 )
 """Options for the fields of `EndpointOptions`: name, type, help text, metavar. They never touch a replica."""
@@ -312,10 +451,10 @@ def build_endpoint_options(overrides: Mapping[str, Any]) -> EndpointOptions:
 
 
 def parse_endpoint_overrides(
-    overrides: Mapping[str, Any], options: str | None, directory: Path
+    overrides: Mapping[str, Any], fields: str | None, directory: Path
 ) -> dict[str, Any]:
-    """Collect the given fields: those of the JSON object ``options``, overridden by options. Raises `BadField`."""
-    partial = {**parsing.read_object(options, directory, "--options"), **overrides}
+    """Collect the given fields: those of the JSON object ``fields``, overridden by options. Raises `BadField`."""
+    partial = {**parsing.read_object(fields, directory, "--fields"), **overrides}
     if not partial:
         raise BadField("options", "nothing is given; --help shows them")
     _checked(partial)

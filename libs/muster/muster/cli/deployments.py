@@ -1,8 +1,7 @@
-"""`muster deploy`, `call`, `scale`, `rollback`, `delete`, `plan`, `goal wait`, `shutdown`."""
+"""`muster deploy`, `call`, `scale`, `rollback`, `delete`, `delete-all`, `plan`, `goal wait`."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import sys
 from collections.abc import Mapping
@@ -28,19 +27,15 @@ from muster.cli.config_options import (
     build_endpoint_options,
     build_replica_config,
 )
-from muster.cli.output import Progress, print_error, print_json, print_line, short_name, write_body
+from muster.cli.help import Commands, find_command
+from muster.cli.output import print_error, print_json, print_line, short_name, write_body
 from muster.cli.queries import (
-    CredsOption,
-    JsonOption,
-    NatsOption,
-    PasswordFileOption,
+    DeploymentName,
     TimeoutOption,
-    UserOption,
     get_option_name,
-    group,
+    stack_command,
 )
 from muster.cli.session import ExitCode, Session, StackChoice, get_session
-from muster.client.requests import AdminReply
 from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
 from serve_common.api.views import GoalStatus, GoalView
 from serve_common.config.backend import NUM_REPLICAS_MAX
@@ -53,31 +48,48 @@ from serve_common.names import GoalId, check_route, deployment_tag
 def deploy(
     session: Session,
     *,
-    import_path: Annotated[str, typer.Argument(help="Class or function to serve, as module:attribute.")],
-    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")],
+    import_path: Annotated[
+        str, typer.Argument(metavar="IMPORT_PATH", help="Class or function to serve, as module:attribute.")
+    ],
+    name: Annotated[
+        str,
+        typer.Option("--name", metavar="NAME", help="Name of the deployment, or APP/NAME instead of --app."),
+    ],
     app: Annotated[
-        str | None, typer.Option("--app", help="Application of the deployment. Default: default.")
+        str | None,
+        typer.Option(
+            "--app",
+            metavar="APP",
+            help="Application that the deployment belongs to. Default: 'default', whose deployments need no APP/.",
+        ),
     ] = None,
     route_prefix: Annotated[
         str | None,
         typer.Option(
-            "--route-prefix", help="HTTP path prefix, such as /digits. Default: no route, NATS only."
+            "--route-prefix",
+            metavar="PATH",
+            help="HTTP path prefix, such as /digits. Default: none; it is called over NATS only.",
         ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="GET,POST", help="Accepted HTTP methods. Default: all."),
+        typer.Option("--methods", metavar="METHOD,...", help="Accepted HTTP methods. Default: all."),
     ] = None,
     version: Annotated[
         str | None,
         typer.Option(
             "--version",
-            help="Code version. Reusing it keeps running replicas; omitting it always replaces them.",
+            metavar="VERSION",
+            help="Label of the code, such as v2. With the label that is deployed now, running replicas stay and only "
+            "their configuration changes: changed code is not loaded. With another label, or none, all replicas are "
+            "replaced.",
         ),
     ] = None,
     prev_version: Annotated[
         str | None,
-        typer.Option("--prev-version", help="Refuse the change unless this version is deployed now."),
+        typer.Option(
+            "--prev-version", metavar="VERSION", help="Refuse the deploy unless this version is deployed now."
+        ),
     ] = None,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
@@ -88,12 +100,12 @@ def deploy(
         --app-dir examples/digits
 
       muster deploy digits:Digits --name digits --route-prefix /digits \\
-        --app-dir examples/digits --num-replicas 3 --version 2 \\
+        --app-dir examples/digits --num-replicas 3 --version v2 \\
         --user-config '{"threshold": 0.9}'
 
-    A deploy is complete: options that are left out get their defaults
-    again. When the new version cannot start, the previous one keeps
-    serving.
+    A deploy is complete: options that are left out get their defaults again, and all requests go to this deployment
+    again. To change one setting only, use 'muster update'. When no replica of the new version starts, the previous
+    version keeps serving.
     """
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(
@@ -121,29 +133,26 @@ def build_deploy_request(request: Deploy) -> ChangeRequest:
     )
 
 
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the deployment, as deployment or app/deployment.")
-]
-
-
 @change_command()
 def scale(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Name,
-    num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas to run.")],
+    name: DeploymentName,
+    num_replicas: Annotated[
+        int, typer.Argument(metavar="REPLICAS", help="Number of replicas, 0 to 10000; 0 stops them all.")
+    ],
 ) -> ChangeRequest:
     """Change the number of replicas, and wait until they run.
 
     Example:
       muster scale digits 3
 
-    Replicas that stay are not touched. The number holds until the next
-    deploy. Autoscaling, if configured, is paused until
+    Replicas that stay are not touched. Without autoscaling, the number holds until the next deploy sets its own. With
+    autoscaling, the number must be within its limits; it then holds, across deploys too, until
     'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
-    check_between(num_replicas, 0, NUM_REPLICAS_MAX, "N")
+    check_between(num_replicas, 0, NUM_REPLICAS_MAX, "REPLICAS")
     what = short_name(tag)
     return ChangeRequest(
         command=Scale(backend_tag=tag, num_replicas=num_replicas),
@@ -159,14 +168,18 @@ def scale(
 def rollback(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Name,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="VERSION", help="Version to return to, by its name.")
+    name: DeploymentName,
+    to_version: Annotated[
+        str | None,
+        typer.Option("--to-version", metavar="VERSION", help="Version to return to, as --version named it."),
     ] = None,
     to_revision: Annotated[
         int | None,
         typer.Option(
-            "--to-revision", min=1, help="Revision to return to, by its number in 'muster revisions'."
+            "--to-revision",
+            metavar="NUMBER",
+            min=1,
+            help="Revision to return to, by its number in 'muster revisions'.",
         ),
     ] = None,
 ) -> ChangeRequest:
@@ -174,22 +187,23 @@ def rollback(
 
     Examples:
       muster rollback digits
-      muster rollback digits --to v1
+      muster rollback digits --to-version v1
       muster rollback digits --to-revision 3
 
-    By default the revision that last succeeded before the current one.
+    Without an option it returns to the last revision that succeeded before the current one; 'muster revisions' lists
+    them. Code, configuration, route and methods come back; the number of replicas stays as it is.
     """
     tag = deployment_tag(name)
-    if to is not None and to_revision is not None:
-        raise BadField("--to-revision", "and --to must not both be given")
-    target = to_revision if to is None else to
+    if to_version is not None and to_revision is not None:
+        raise BadField("--to-revision", "and --to-version must not both be given")
+    target = to_revision if to_version is None else to_version
     what = short_name(tag)
-    words = "what it was before" if target is None else f"{'revision ' if to is None else ''}{target}"
+    text = "what it was before" if target is None else f"{'revision ' if to_version is None else ''}{target}"
     return ChangeRequest(
         command=Rollback(name=tag, to=target),
         what=what,
-        done=f"is rolled back to {words}",
-        already=f"is {words} already",
+        done=f"is rolled back to {text}",
+        already=f"is {text} already",
         progress_command=f"muster status {what}",
         deployment=tag,
     )
@@ -199,15 +213,15 @@ def rollback(
 def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Name,
+    name: DeploymentName,
 ) -> ChangeRequest:
-    """Delete a deployment and wait until its replicas are gone.
+    """Delete a deployment, and wait until its replicas are gone.
 
     Example:
       muster delete digits
 
-    Requests in flight finish first. Deleting a deployment that does not
-    exist succeeds.
+    Requests in flight have --graceful-shutdown-timeout-s (20 seconds by default) to finish. Deleting a deployment that
+    does not exist succeeds.
     """
     tag = deployment_tag(name)
     what = short_name(tag)
@@ -220,32 +234,36 @@ def delete(
     )
 
 
-app = group("Wait for a change to finish: wait.")
+app = Commands(help="Wait for a change under way (a goal): wait.")
 
 
 @app.command()
+@stack_command
 def wait(
-    context: typer.Context,
+    session: Session,
+    choice: StackChoice,
     *,
-    goal_id: Annotated[str, typer.Argument(metavar="GOAL", help="Goal id, as --no-wait printed it.")],
+    goal_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the change, as --no-wait printed it.")],
     timeout_s: TimeoutOption = 600.0,
-    as_json: JsonOption = False,
-    nats: NatsOption = None,
-    creds: CredsOption = None,
-    user: UserOption = None,
-    password_file: PasswordFileOption = None,
+    as_json: bool = False,
 ) -> None:
     """Wait until a change is done, and print how it ended.
 
     Example:
       muster goal wait goal-7 --timeout-s 60
 
-    With --timeout-s 0 it only prints the current state.
+    The exit code is 5 while the change is under way. With --timeout-s 0 it only prints the current state.
     """
-    session = get_session(context)
     with session.reporting(as_json=as_json, interrupted="stopped waiting; the change goes on"):
-        stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
-        view = asyncio.run(_wait(session, stack, GoalId(goal_id), timeout_s))
+        view = session.run(
+            session.find_stack(choice),
+            goal_id,
+            lambda stack, progress: stack.admin.wait_for_goal(
+                GoalId(goal_id),
+                deadline_s=timeout_s,
+                on_progress=lambda goal: show_progress(goal, progress),
+            ),
+        )
         code = EXIT_CODES[RESULT_BY_STATUS[view.status]]
         if as_json:
             print_json(view)
@@ -253,14 +271,6 @@ def wait(
             (print_line if code is ExitCode.OK else print_error)(_describe(view))
         if code is not ExitCode.OK:
             raise typer.Exit(code)
-
-
-async def _wait(session: Session, choice: StackChoice, goal_id: GoalId, timeout_s: float) -> GoalView:
-    with Progress(goal_id) as progress:
-        async with session.connect(session.find_stack(choice), progress) as stack:
-            return await stack.admin.wait_for_goal(
-                goal_id, deadline_s=timeout_s, on_progress=lambda goal: show_progress(goal, progress)
-            )
 
 
 def _describe(view: GoalView) -> str:
@@ -275,71 +285,52 @@ def _describe(view: GoalView) -> str:
             return f"error: another change came after {view.goal_id}: {view.error}"
 
 
-ANY_ARGUMENTS = {
-    "help_option_names": ["-h", "--help"],
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    # Options after the first word belong to the planned command.
-    "allow_interspersed_args": False,
-}
-
-
 # Why there is a command beside --dry-run: users who want to know what a command would do search for a command before an
 # option.
 def plan(context: typer.Context) -> None:
-    """Show what a changing command would do, and change nothing.
+    """Show what a command would change, without changing it.
 
     Examples:
       muster plan scale digits 3
-      muster plan deploy digits:Digits --name digits --num-replicas 3
-      muster plan traffic set digits v2
+      muster plan deploy digits:Digits --name digits --route-prefix /digits \\
+        --app-dir examples/digits --num-replicas 3
+      muster plan traffic set digits digits=0.9 digits-new=0.1
 
-    Shows which replicas would start, stop or be reconfigured, and why.
-    Equivalent to the command with --dry-run.
+    Shows which replicas would start, stop or be reconfigured, and why. Works with every command that has --dry-run, and
+    is the same as that.
     """
     session = get_session(context)
     root = context.find_root()
-    words, command, rest = _named(root, context.args)
+    found, rest = find_command(root, context.args)
+    text = found.command_path.split()[1:]
     with session.reporting(as_json="--json" in rest):
-        if not words:
+        if not text:
             raise BadField("plan", "needs a command, such as: muster plan scale digits 3")
-        if not isinstance(command, TyperGroup):
-            if all(each.name != DRY_RUN for each in command.params):
-                raise BadField("plan", f"'{' '.join(words)}' changes nothing; there is nothing to plan")
+        if not isinstance(found.command, TyperGroup):
+            if all(each.name != DRY_RUN for each in found.command.params):
+                raise BadField("plan", f"'{' '.join(text)}' has no --dry-run and cannot be planned")
             rest = [get_option_name(DRY_RUN), *rest]
     planned = root.command
     assert isinstance(planned, TyperGroup)
-    _word, first, _rest = planned.resolve_command(root, words)
+    _word, first, _rest = planned.resolve_command(root, text)
     assert first is not None
-    with first.make_context(words[0], [*words[1:], *rest], parent=root) as inner:
+    with first.make_context(text[0], [*text[1:], *rest], parent=root) as inner:
         first.invoke(inner)
 
 
-def _named(root: Any, arguments: list[str]) -> tuple[list[str], Any, list[str]]:
-    """Split arguments into the command's words, the command, and its arguments. Raises typer's error if unknown."""
-    words: list[str] = []
-    command: Any = root.command
-    rest = list(arguments)
-    while rest and not rest[0].startswith("-") and isinstance(command, TyperGroup):
-        word, found, rest = command.resolve_command(root, rest)
-        words.append(word or "")
-        command = found
-    return words, command, rest
-
-
 @change_command(timeout_s=600.0)
-def shutdown(
+def delete_all(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> ChangeRequest:
-    """Delete every application, deployment, endpoint and backend.
+    """Delete everything that is deployed; the stack stays up.
 
     Example:
-      muster shutdown --dry-run
+      muster delete-all --dry-run
 
-    Asks for confirmation. Requests in flight finish. The stack itself
-    stays up.
+    Deletes every application, deployment, endpoint and backend. Asks for confirmation; without a terminal it needs
+    --yes. Requests in flight have --graceful-shutdown-timeout-s (20 seconds by default) to finish.
     """
     return ChangeRequest(
         command=Shutdown(confirm="everything"),
@@ -350,62 +341,59 @@ def shutdown(
     )
 
 
+@stack_command
 def call(
-    context: typer.Context,
+    session: Session,
+    choice: StackChoice,
     *,
-    name: Annotated[str, typer.Argument(help="Name of the deployment, as deployment or app/deployment.")],
+    name: DeploymentName,
     data: Annotated[
         str | None,
         typer.Option(
-            "--data", metavar="TEXT|@FILE|-", help="Request body; '-' reads standard input. Default: empty."
+            "--data",
+            metavar="TEXT|@FILE|-",
+            help="Body of the request; '-' reads standard input. Default: empty.",
         ),
     ] = None,
     header: Annotated[
         list[str] | None,
-        typer.Option("--header", metavar="'Name: value'", help="Request header; may be repeated."),
+        typer.Option("--header", metavar="'NAME: VALUE'", help="Header of the request; may be repeated."),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=0.1, max=3600.0, help="Seconds to wait for the response.")
+        float,
+        typer.Option(
+            "--timeout-s",
+            metavar="SECONDS",
+            min=0.1,
+            max=3600.0,
+            help="Seconds to wait for the response, 0.1 to 3600.",
+        ),
     ] = 60.0,
-    as_json: JsonOption = False,
-    nats: NatsOption = None,
-    creds: CredsOption = None,
-    user: UserOption = None,
-    password_file: PasswordFileOption = None,
+    as_json: bool = False,
 ) -> None:
-    """Call a deployment and print its response, byte for byte into a pipe.
+    """Call a deployment and print the body of its response.
 
     Example:
       muster call digits --data @examples/digits/sample.png
 
-    The call goes over NATS, as from any NATS client, and so also reaches a
-    deployment without a route.
+    The deployment gets a POST to /. The call goes over NATS, as from any NATS client, and so also reaches a
+    deployment without a route. The body is printed unchanged into a file or pipe; a terminal gets it without control
+    characters. With --json it prints one object with headers and body (body_base64 if it is not text). A response
+    with status 400 or above is an error, and the exit code is not 0.
     """
-    session = get_session(context)
     with session.reporting(as_json=as_json):
         tag = deployment_tag(name)
         body = parsing.read_body(data, session.directory, sys.stdin.buffer.read() if data == "-" else None)
         headers = parsing.read_headers(header or ())
-        stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
-        answer = asyncio.run(_call(session, stack, tag, body=body, headers=headers, timeout_s=timeout_s))
+        response = session.run(
+            session.find_stack(choice),
+            short_name(tag),
+            lambda stack, _progress: stack.caller.call(tag, body, headers=headers, timeout_s=timeout_s),
+        )
         if as_json:
-            print_json({"headers": dict(answer.headers), **_body(answer.body)})
+            print_json({"headers": dict(response.headers), **_body(response.body)})
         else:
-            write_body(answer.body)
-
-
-async def _call(
-    session: Session,
-    options: StackChoice,
-    name: str,
-    *,
-    body: bytes,
-    headers: dict[str, str],
-    timeout_s: float,
-) -> AdminReply:
-    with Progress(short_name(name)) as progress:
-        async with session.connect(session.find_stack(options), progress) as stack:
-            return await stack.caller.call(name, body, headers=headers, timeout_s=timeout_s)
+            write_body(response.body)
 
 
 def _body(body: bytes) -> dict[str, Any]:

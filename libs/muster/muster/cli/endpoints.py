@@ -18,6 +18,7 @@ from muster.cli.config_options import (
     name_option,
     parse_endpoint_overrides,
 )
+from muster.cli.help import Commands
 from muster.cli.output import (
     format_methods,
     format_shares,
@@ -27,7 +28,7 @@ from muster.cli.output import (
     short_name,
     table,
 )
-from muster.cli.queries import ReadRequest, group, option, query_command
+from muster.cli.queries import FieldsOption, ReadRequest, option, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import (
     CreateEndpoint,
@@ -37,22 +38,34 @@ from serve_common.api.commands import (
     SetTraffic,
     ShadowTraffic,
 )
+from serve_common.api.queries import GetAllEndpoints, GetHttpConfig
 from serve_common.api.views import EndpointView
 from serve_common.config.backend import merged
 from serve_common.config.endpoint import EndpointOptions, HttpOptions, check_http_options
 from serve_common.errors import BadField
 from serve_common.names import check_route, deployment_tag
 
-Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, or of its deployment.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="ENDPOINT", help="Name of the endpoint; that of a deployment has the deployment's name."
+    ),
+]
 Weights = Annotated[
     list[str],
     typer.Argument(
         metavar="BACKEND=WEIGHT...",
-        help="Share of the requests for each backend, summing to 1; BACKEND alone has weight 1.",
+        help="Share of the requests for each backend, 0 to 1 and 1 in all; BACKEND alone gets all.",
     ),
 ]
 
-endpoint_app = group("Endpoints with routes and options: create, options, delete, list.")
+endpoint_app = Commands(
+    help="""Manage endpoints, which send requests to backends: create, update, delete, list.
+
+    A deployment is a backend and an endpoint of the same name that sends everything to it. Create an endpoint only to
+    send requests to backends that belong to no deployment.
+    """
+)
 
 
 @change_command(options=ENDPOINT_OPTIONS)
@@ -61,28 +74,33 @@ def create_endpoint(
     *,
     name: Name,
     weights: Weights,
-    route: Annotated[
+    route_prefix: Annotated[
         str | None,
-        typer.Option("--route", help="HTTP path prefix, such as /digits. Default: no route, NATS only."),
+        typer.Option(
+            "--route-prefix",
+            metavar="PATH",
+            help="HTTP path prefix, such as /digits. Default: none; it is called over NATS only.",
+        ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="GET,POST", help="Accepted HTTP methods. Default: GET,POST."),
+        typer.Option("--methods", metavar="METHOD,...", help="Accepted HTTP methods. Default: GET,POST."),
     ] = None,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Create an endpoint, and wait until every proxy routes it.
 
     Example:
-      muster endpoint create digits v1=0.9 v2=0.1 --route /digits
+      muster endpoint create trial digits=0.5 digits-new=0.5 --route-prefix /trial
 
-    The backends must exist: 'muster backend create'.
+    The backends must exist: 'muster backend create'. An endpoint that exists with another route, methods, traffic or
+    options is not changed: the command is refused.
     """
     tag = deployment_tag(name, "ENDPOINT")
     request = CreateEndpoint(
         endpoint=tag,
         traffic=parsing.parse_shares(weights, "BACKEND=WEIGHT"),
-        route=None if route is None else check_route(route, "--route"),
+        route=None if route_prefix is None else check_route(route_prefix, "--route-prefix"),
         options=build_endpoint_options(overrides),
         **parsing.read_methods(methods),
     )
@@ -93,31 +111,26 @@ def create_endpoint(
 
 
 @change_command(options=ENDPOINT_CHANGES)
-def endpoint_options(
+def update_endpoint(
     session: Session,
     *,
     name: Name,
-    options: Annotated[
-        str | None,
-        typer.Option(
-            "--options", metavar="JSON|@FILE", help="Fields to change, as an object; options override them."
-        ),
-    ] = None,
+    fields: FieldsOption = None,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Change the options of an endpoint while it serves.
+    """Change options of an endpoint while it serves, and wait for every proxy.
 
     Examples:
-      muster endpoint options digits --shard-key-header X-User
-      muster endpoint options digits --options '{"relative_slo_ms": null}'
+      muster endpoint update digits --shard-key-header X-User
+      muster endpoint update digits --fields '{"relative_slo_ms": null}'
 
-    Options that are not given stay as they are. The next deploy of a
-    deployment sets them anew. No replica is touched.
+    Options that are not given stay as they are. The next deploy of a deployment sets them again. Route and methods
+    cannot be changed. No replica is touched.
     """
     tag = deployment_tag(name, "ENDPOINT")
     return ChangeRequest(
         command=SetEndpointOptions(
-            endpoint=tag, options=parse_endpoint_overrides(overrides, options, session.directory)
+            endpoint=tag, options=parse_endpoint_overrides(overrides, fields, session.directory)
         ),
         what=f"options of {short_name(tag)}",
         done="are changed",
@@ -132,12 +145,12 @@ def delete_endpoint(
     *,
     name: Name,
 ) -> ChangeRequest:
-    """Delete an endpoint; its backends stay.
+    """Delete an endpoint, and wait for every proxy; its backends stay.
 
     Example:
-      muster endpoint delete digits
+      muster endpoint delete trial
 
-    Deleting an endpoint that does not exist succeeds.
+    Refused for a deployment's endpoint: 'muster delete'. Deleting an endpoint that does not exist succeeds.
     """
     tag = deployment_tag(name, "ENDPOINT")
     return ChangeRequest(
@@ -152,7 +165,7 @@ def delete_endpoint(
 @query_command
 def list_endpoints(session: Session) -> ReadRequest[list[EndpointView]]:  # noqa: ARG001 - every command gets it
     """List endpoints with their routes and traffic."""
-    return ReadRequest(lambda admin: admin.get_all_endpoints(), _show_endpoints)
+    return ReadRequest(GetAllEndpoints(), _show_endpoints)
 
 
 def _show_endpoints(views: Sequence[EndpointView]) -> None:
@@ -179,12 +192,26 @@ def _options(options: EndpointOptions) -> str:
 
 
 endpoint_app.command("create")(create_endpoint)
-endpoint_app.command("options")(endpoint_options)
+endpoint_app.command("update")(update_endpoint)
 endpoint_app.command("delete")(delete_endpoint)
 endpoint_app.command("list")(list_endpoints)
 
 
-traffic_app = group("Traffic split of an endpoint over its backends: set, shadow.")
+traffic_app = Commands(
+    help="""Split or copy the requests of an endpoint (canary, shadow): set, shadow.
+
+    Try new code on a tenth of the requests of the deployment 'digits', whose backend and endpoint have its name:
+      muster backend create digits-new digits:Digits --app-dir new/digits
+      muster traffic set digits digits=0.9 digits-new=0.1
+
+    Then end the trial:
+      muster traffic set digits digits
+      muster backend delete digits-new
+
+    To keep the new code, deploy it as 'digits' instead of the first of these two: a deploy sends all requests to the
+    deployment's own backend again.
+    """
+)
 
 
 @change_command()
@@ -194,13 +221,14 @@ def set_traffic(
     name: Name,
     weights: Weights,
 ) -> ChangeRequest:
-    """Set the traffic split of an endpoint, and wait for every proxy.
+    """Set which share of an endpoint's requests each backend gets, and wait for every proxy.
 
     Examples:
-      muster traffic set digits v1=0.9 v2=0.1
-      muster traffic set digits v2
+      muster traffic set digits digits=0.9 digits-new=0.1
+      muster traffic set digits digits
 
-    The weights replace all earlier ones; backends left out get no requests.
+    The weights replace all earlier ones; backends left out get no requests. A deploy of the deployment 'digits' sends
+    everything to it again.
     """
     tag = deployment_tag(name, "ENDPOINT")
     read = parsing.parse_shares(weights, "BACKEND=WEIGHT")
@@ -223,19 +251,19 @@ def shadow_traffic(
     ],
     proportion: Annotated[
         float,
-        typer.Argument(metavar="PROPORTION", help="Share of requests to copy, 0 to 1; 0 ends copying."),
+        typer.Argument(metavar="SHARE", help="Share of the requests to copy, 0 to 1; 0 ends the copying."),
     ],
 ) -> ChangeRequest:
-    """Copy a share of an endpoint's requests to a shadow backend.
+    """Copy a share of an endpoint's requests to a shadow backend, and wait for every proxy.
 
     Examples:
-      muster traffic shadow digits v2 0.1
-      muster traffic shadow digits v2 0
+      muster traffic shadow digits digits-new 0.1
+      muster traffic shadow digits digits-new 0
 
-    Callers are not affected: its responses and errors are dropped.
+    Callers are not affected: the responses and errors of the shadow backend are dropped.
     """
     tag, copied_to = deployment_tag(name, "ENDPOINT"), deployment_tag(backend, "BACKEND")
-    share = parsing.parse_share(proportion, "PROPORTION")
+    share = parsing.parse_share(proportion, "SHARE")
     return ChangeRequest(
         command=ShadowTraffic(endpoint=tag, backend_tag=copied_to, proportion=share),
         what=f"shadow traffic of {short_name(tag)} to {short_name(copied_to)}",
@@ -248,25 +276,48 @@ traffic_app.command("set")(set_traffic)
 traffic_app.command("shadow")(shadow_traffic)
 
 
-http_app = group("HTTP options of all proxies: show, set.")
+http_app = Commands(help="Show and change the HTTP options of all proxies: show, update.")
 
 
 @query_command
 def show_http_options(session: Session) -> ReadRequest[HttpOptions]:  # noqa: ARG001 - every command gets it
-    """Show the options of all proxies."""
-    return ReadRequest(lambda admin: admin.get_http_config(), _show_http_options)
+    """Show the HTTP options of all proxies."""
+    return ReadRequest(GetHttpConfig(), _show_http_options)
 
 
 _FIELDS: Final = (
-    ("request_timeout_s", float, "Seconds from a request's arrival to the start of its response.", "S"),
-    ("body_bytes_max", int, "Largest accepted request body, in bytes.", "N"),
-    ("header_timeout_s", float, "Seconds for a client to send the head of a request.", "S"),
-    ("body_rate_min", int, "Bytes per second that a client must send or receive; 0 disables it.", "N"),
-    ("keep_alive_timeout_s", float, "Seconds that a connection may be idle between requests.", "S"),
+    (
+        "request_timeout_s",
+        float,
+        "Seconds from a request's arrival to the start of its response, 0.1 to 86400.",
+        "SECONDS",
+    ),
+    ("body_bytes_max", int, "Largest accepted request body, in bytes.", "BYTES"),
+    (
+        "header_timeout_s",
+        float,
+        "Seconds for a client to send the head of a request, 0.1 to 3600.",
+        "SECONDS",
+    ),
+    (
+        "body_rate_min",
+        int,
+        "Bytes per second that a client must send or receive, over ten seconds; 0 disables it.",
+        "BYTES",
+    ),
+    (
+        "keep_alive_timeout_s",
+        float,
+        "Seconds that a connection may be idle between requests, 0.1 to 3600.",
+        "SECONDS",
+    ),
     (
         "middlewares",
         list[str],
-        "Middleware; may be repeated, the outermost first; '' alone removes all.",
+        (
+            "aiohttp middleware (an async function of request and handler) that every proxy imports, without a "
+            "restart. Repeat the option for more, the outermost first; they replace all others. '' removes all."
+        ),
         "MODULE:ATTRIBUTE",
     ),
     ("access_log", bool, "Log one line for each HTTP request.", None),
@@ -278,17 +329,17 @@ HTTP_CHANGES: Final = tuple(
 
 
 @change_command(options=HTTP_CHANGES)
-def set_http_options(
+def update_http_options(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Change options of all proxies while they run.
+    """Change HTTP options of all proxies while they run, and wait for every proxy.
 
     Example:
-      muster http set --request-timeout-s 30
+      muster http update --request-timeout-s 30
 
-    Options that are not given stay as they are.
+    Options that are not given stay as they are; 'muster http show' prints the present values.
     """
     partial = {name: value for name, value in overrides.items() if value != []}
     if partial.get("middlewares") == [""]:
@@ -313,4 +364,4 @@ def _show_http_options(options: HttpOptions) -> None:
 
 
 http_app.command("show")(show_http_options)
-http_app.command("set")(set_http_options)
+http_app.command("update")(update_http_options)

@@ -10,7 +10,6 @@ import typer
 from rich.text import Text
 
 from muster.cli.output import (
-    Progress,
     format_time,
     get_console,
     print_json,
@@ -46,12 +45,15 @@ async def events(
     subject: Annotated[
         str | None,
         typer.Argument(
-            metavar="SUBJECT",
-            help="Deployment, backend, endpoint, host, proxy or goal to show events of. Default: all.",
+            metavar="NAME",
+            help="Name of a deployment, backend, endpoint, host, proxy or change, whatever has it. Default: all.",
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=1, max=1000, help="Number of events to show, the newest ones.")
+        int,
+        typer.Option(
+            "--limit", metavar="N", min=1, max=1000, help="Number of newest events to show, 1 to 1000."
+        ),
     ] = 100,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")
@@ -64,12 +66,11 @@ async def events(
       muster events digits --limit 20
       muster events --follow
 
-    Shows events of all subjects unless one is given. With --follow and
-    --json, prints a line of JSON for each.
+    With --follow and --json, prints a line of JSON for each event.
     """
     query = GetEvents(limit=limit, subject=subject)
     if not follow:
-        found = await _ask(session, address, query)
+        found = await _query(session, address, query)
         if as_json:
             print_json(found)
         else:
@@ -79,11 +80,11 @@ async def events(
     event_filter, clock = EventFilter(subject), SystemClock()
     # Subscribe first: an event between the two is received twice rather than never.
     async with session.listen(address, [subjects.events]) as feed:
-        shown = await _ask(session, address, query)
+        shown = await _query(session, address, query)
         event_filter.add_goals(shown)
         _show_each(shown, as_json=as_json)
         while True:
-            message = await feed.hear()
+            message = await feed.receive()
             event = None if message is None else decode_event(message, subjects, clock.now())
             if event is not None and event_filter.matches(event) and event not in shown:
                 _show_each([event], as_json=as_json)
@@ -140,10 +141,10 @@ def decode_event(message: FeedMessage, subjects: Subjects, now: float) -> EventV
     )
 
 
-async def _ask(session: Session, address: StackAddress, query: GetEvents) -> list[EventView]:
-    with Progress("events") as progress:
-        async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
-            return await stack.admin.get_events(query)
+async def _query(session: Session, address: StackAddress, query: GetEvents) -> list[EventView]:
+    return await session.with_stack(
+        address, "events", lambda stack, _progress: stack.admin.call(query), retry_for_s=_RETRY_S
+    )
 
 
 def _show_each(events: Sequence[EventView], *, as_json: bool) -> None:
@@ -180,24 +181,28 @@ def history(
     subject: Annotated[
         str | None,
         typer.Argument(
-            metavar="SUBJECT", help="Deployment, backend, endpoint or host to show changes of. Default: all."
+            metavar="NAME",
+            help="Name of a deployment, backend, endpoint or host, whatever has it. Default: all.",
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=1, max=500, help="Number of entries to show, the newest ones.")
+        int,
+        typer.Option(
+            "--limit", metavar="N", min=1, max=500, help="Number of newest changes to show, 1 to 500."
+        ),
     ] = 50,
     before: Annotated[
-        int | None, typer.Option("--before", min=1, help="Show only entries older than the one with this id.")
+        int | None,
+        typer.Option("--before", metavar="ID", min=1, help="Show only changes before the one with this id."),
     ] = None,
 ) -> ReadRequest[list[HistoryView]]:
-    """Show what was changed, and who claimed to do it, the newest first.
+    """Show changes, the newest first, with the name that each client gave.
 
     Examples:
       muster history digits
       muster history --json
 
-    With --json each entry has the command, and the state before and after.
-    The name is what the client claims; it is not verified.
+    The name is not verified. With --json each change has its command, and the state before and after.
     """
     query = GetHistory(limit=limit, subject=subject, before=before)
 
@@ -206,21 +211,27 @@ def history(
         if len(views) == limit:
             print_line(f"older ones: --before {views[-1].id}")
 
-    return ReadRequest(lambda admin: admin.get_history(query), show)
+    return ReadRequest(query, show)
 
 
 @query_command
 def revisions(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the deployment or backend.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the deployment or backend; APP/NAME if it belongs to an application.",
+        ),
+    ],
 ) -> ReadRequest[list[RevisionView]]:
-    """Show the revisions of a deployment that rollback can return to.
+    """Show the revisions that 'muster rollback' can return to, the newest first.
 
     Example:
       muster revisions digits
 
-    The newest comes first. Failed ones are listed too, marked as such.
+    Failed ones are listed too, marked as such.
     """
     tag = deployment_tag(name)
 
@@ -229,7 +240,7 @@ def revisions(
         if len(views) > 1:
             print_line(f"'muster rollback {short_name(tag)} --to-revision N' goes back to one")
 
-    return ReadRequest(lambda admin: admin.get_revisions(GetRevisions(name=tag)), show)
+    return ReadRequest(GetRevisions(name=tag), show)
 
 
 def _show_history(views: Sequence[HistoryView]) -> None:
@@ -238,7 +249,7 @@ def _show_history(views: Sequence[HistoryView]) -> None:
         rows.add_row(
             Text(str(view.id)),
             Text(format_time(view.at)),
-            Text(view.who or "-"),
+            Text(view.principal or "-"),
             Text(view.verb),
             Text(short_name(view.subject)),
             Text(view.goal_id or "-"),

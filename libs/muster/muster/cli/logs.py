@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from muster.cli.output import get_console, print_json_line, short_name
-from muster.cli.queries import stream_command
+from muster.cli.queries import NAME_HELP, stream_command
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from muster.client.requests import Feed, FeedMessage
@@ -26,10 +26,10 @@ from serve_common.names import deployment_tag
 from serve_common.protocol.logs import (
     KINDS,
     LEVELS,
-    RECALL_LINES_MAX,
+    REPLAY_LINES_MAX,
     LogFilter,
-    RecallLogs,
-    kind_of,
+    ReplayRecentLogs,
+    get_kind,
     read_line,
 )
 from serve_common.protocol.subjects import RECALLED, Subjects
@@ -49,7 +49,7 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
     level = str(line.get("level", ""))
     style = _STYLES.get(level, "")
     text = Text()
-    text.append(f"{_time_of(line):<12} ", style="dim")
+    text.append(f"{_get_time(line):<12} ", style="dim")
     text.append(f"{level.upper():<8} ", style=style)
     text.append(f"{get_process_name(line)} ", style="cyan")
     is_users = line.get("event") in _USER_EVENTS
@@ -76,7 +76,7 @@ def get_process_name(line: Mapping[str, Any]) -> str:
     return str(line.get("service", "?"))
 
 
-def _time_of(line: Mapping[str, Any]) -> str:
+def _get_time(line: Mapping[str, Any]) -> str:
     _, _, clock = str(line.get("timestamp", "")).partition("T")
     return clock[:12].rstrip("Z") or "-"
 
@@ -100,16 +100,14 @@ async def logs(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME", help="Deployment to show logs of, with its app/ if any. Default: all."
-        ),
+        typer.Argument(metavar="NAME", help=f"{NAME_HELP} Default: all processes."),
     ] = None,
     service: Annotated[
         list[str] | None,
         typer.Option(
             "--service",
-            metavar="|".join(KINDS),
-            help="Kind of process to show; may be repeated. Default: all.",
+            metavar="KIND",
+            help=f"Kind of process to show: {', '.join(KINDS)}; may be repeated. Default: all.",
         ),
     ] = None,
     host: Annotated[
@@ -117,28 +115,44 @@ async def logs(
     ] = None,
     level: Annotated[
         str | None,
-        typer.Option("--level", metavar="|".join(LEVELS), help="Lowest level to show. Default: all levels."),
+        typer.Option(
+            "--level",
+            metavar="LEVEL",
+            help=f"Lowest level to show: {', '.join(LEVELS)}. Default: all levels.",
+        ),
     ] = None,
     request_id: Annotated[
         str | None, typer.Option("--request-id", metavar="ID", help="Show only lines of this request.")
     ] = None,
     tail: Annotated[
         int,
-        typer.Option("--tail", min=0, max=10_000, help="Number of retained lines to start with, the newest."),
+        typer.Option(
+            "--tail",
+            metavar="N",
+            min=0,
+            max=10_000,
+            help="Number of retained lines to show first, the newest of all processes together.",
+        ),
     ] = 20,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Continue until Ctrl-C.")] = True,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow/--no-follow",
+            "-f",
+            help="Continue with new lines until Ctrl-C, which is the default; --no-follow exits.",
+        ),
+    ] = True,
     as_json: bool = False,
 ) -> None:
-    """Follow the log lines of replicas and services, user code's included.
+    """Follow the log lines of all processes, those of user code included.
 
     Examples:
       muster logs digits
+      muster logs digits --no-follow --level error
       muster logs --service proxy --level warning
-      muster logs --request-id 5f1c… --no-follow --tail 200
 
-    Each process retains its newest 200 lines, and hosts retain the newest
-    of replicas that have ended. With --json, prints a line of JSON for
-    each.
+    Each process retains its newest 200 lines. When a replica has stopped or crashed, its host retains the newest 50, of
+    the last 64 such replicas. With --json, prints each as a line of JSON.
     """
     wanted = LogFilter(
         kinds=_kinds(service, name),
@@ -147,16 +161,16 @@ async def logs(
         level=_level(level),
         request_id=request_id or "",
     )
-    follower = _LogFollower(wanted, Subjects(address.subject_prefix), as_json=as_json)
-    async with session.listen(address, follower.subjects) as feed:
-        await follower.recall(feed, tail)
+    log_tail = LogTail(wanted, Subjects(address.subject_prefix), as_json=as_json)
+    async with session.listen(address, log_tail.subjects) as feed:
+        await log_tail.replay_recent(feed, tail)
         while follow:
-            message = await feed.hear()
+            message = await feed.receive()
             if message is not None:
-                follower.show(message)
+                log_tail.show(message)
 
 
-class _LogFollower:
+class LogTail:
     """Filters and prints the lines of one run of `muster logs`."""
 
     def __init__(self, wanted: LogFilter, subjects: Subjects, *, as_json: bool) -> None:
@@ -175,18 +189,18 @@ class _LogFollower:
             return [self._subjects.logs("replica", wanted.backend_tag), recalled]
         return [*(self._subjects.logs(kind) for kind in wanted.kinds or KINDS), recalled]
 
-    async def recall(self, feed: Feed, tail: int) -> None:
+    async def replay_recent(self, feed: Feed, tail: int) -> None:
         """Print the newest retained lines, then new lines that arrived while those were requested."""
-        limit = min(tail, RECALL_LINES_MAX)
-        request = RecallLogs(token=self._token, limit=limit, filter=self._wanted)
+        limit = min(tail, REPLAY_LINES_MAX)
+        request = ReplayRecentLogs(token=self._token, limit=limit, filter=self._wanted)
         if limit:
-            await feed.publish(self._subjects.log_recall, msgspec.json.encode(request))
+            await feed.publish(self._subjects.log_replay, msgspec.json.encode(request))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (_REPLAY_S if limit else 0.0)
         recalled: dict[bytes, dict[str, Any]] = {}
         new: dict[bytes, dict[str, Any]] = {}
         while (left_s := deadline - loop.time()) > 0:
-            message = await feed.hear(left_s)
+            message = await feed.receive(left_s)
             if message is not None:
                 is_old = self._subjects.parse_log_kind(message.subject) == RECALLED
                 (recalled if is_old else new).update(self._lines(message))
@@ -196,7 +210,7 @@ class _LogFollower:
             self._show(data, line)
 
     def show(self, message: FeedMessage) -> None:
-        """Print the lines of a message that match the filter; replies to `recall` are skipped."""
+        """Print the lines of a message that match the filter; replies to `replay_recent` are skipped."""
         if self._subjects.parse_log_kind(message.subject) != RECALLED:
             for data, line in self._lines(message):
                 self._show(data, line)
@@ -207,7 +221,7 @@ class _LogFollower:
             kind = message.subject.rpartition(".")[2]
         for data in message.payload.splitlines():
             line = read_line(data)
-            if self._wanted.matches(kind_of(line, kind), line):
+            if self._wanted.matches(get_kind(line, kind), line):
                 yield data, line
 
     def _show(self, data: bytes, line: dict[str, Any]) -> None:

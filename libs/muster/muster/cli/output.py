@@ -31,6 +31,7 @@ from serve_common.api.views import ReplicaView
 from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import METHODS
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.text import truncate
 
 _PIPED_WIDTH = 200
 """Width of tables that are not written to a terminal, in columns."""
@@ -134,8 +135,8 @@ def shorten(text: str) -> str:
     if not lines:
         return ""
     first = lines[0].replace(_TRACEBACK_BEGINS, "").strip()
-    words = first if len(lines) == 1 else f"{first} … {lines[-1]}".removeprefix(" … ")
-    return words if len(words) <= _BRIEF_MAX else f"{words[: _BRIEF_MAX - 1]}…"
+    shown = first if len(lines) == 1 else f"{first} … {lines[-1]}".removeprefix(" … ")
+    return truncate(shown, _BRIEF_MAX)
 
 
 def short_name(tag: str) -> str:
@@ -173,7 +174,7 @@ class Progress:
             self._status.stop()
             self._status = None
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show what the command waits for now; an unchanged text is not repeated."""
         text = shorten(text)
         if not text or text == self._last:

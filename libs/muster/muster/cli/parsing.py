@@ -18,16 +18,14 @@ T = TypeVar("T")
 _FILE_BYTES_MAX = 4 * 1024 * 1024
 
 
-def read_json(text: str | None, field: str, expected: type[T], what: str) -> T | None:
-    """Decode JSON of a type; raises `BadField` that says that ``field`` must be ``what``."""
+def read_typed(text: str | None, directory: Path, field: str, expected: type[T], what: str) -> T | None:
+    """Read a value of a type, as `read_user_config` does. Raises `BadField`: ``field`` must be ``what``."""
     if text is None:
         return None
     try:
-        return msgspec.json.decode(text, type=expected)
+        return msgspec.convert(_read_value(text, directory, field), expected)
     except msgspec.ValidationError as error:
         raise BadField(field, f"must be {what}: {error}") from error
-    except msgspec.DecodeError as error:
-        raise BadField(field, f"is not JSON ({error}); give {what}") from error
 
 
 def read_user_config(text: str | None, directory: Path) -> Any:
@@ -131,7 +129,7 @@ def parse_shares(shares: Sequence[str], field: str) -> dict[str, float]:
         try:
             weight = float(number) if equals else 1.0
         except ValueError as error:
-            raise BadField(field, f"{text[:80]!r} must read BACKEND=WEIGHT, such as v1=0.9") from error
+            raise BadField(field, f"{text[:80]!r} must read BACKEND=WEIGHT, such as digits=0.9") from error
         tag = deployment_tag(name, field)
         if tag in weights:
             raise BadField(field, f"{name} is given twice")

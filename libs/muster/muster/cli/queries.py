@@ -6,26 +6,27 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 import typer
 
+from muster.cli.help import COMMON, WHICH_STACK
 from muster.cli.output import Progress, print_json
-from muster.cli.ports import AdminPort
-from muster.cli.session import Session, StackChoice, get_session
-from muster.client.address import StackAddress
+from muster.cli.session import StackChoice, get_session
+from muster.client.admin import AdminClient
+from muster.client.connect import Stack
+from serve_common.api.queries import Query
 
-_STACK = "Which stack"
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.", rich_help_panel=COMMON)]
 NatsOption = Annotated[
     str | None,
     typer.Option(
         "--nats",
         metavar="URL",
-        help="NATS servers, as nats://user:password@host:port (or MUSTER_NATS_URL).",
-        rich_help_panel=_STACK,
+        help="URL of the NATS server, or several with commas: nats://[USER:PASSWORD@]HOST:PORT (or MUSTER_NATS_URL). "
+        "Default: the stack that is found from this directory.",
+        rich_help_panel=WHICH_STACK,
     ),
 ]
 CredsOption = Annotated[
@@ -33,8 +34,8 @@ CredsOption = Annotated[
     typer.Option(
         "--creds",
         metavar="FILE",
-        help="NATS credentials file, such as secrets/admin.creds (or MUSTER_NATS_CREDS).",
-        rich_help_panel=_STACK,
+        help="NATS credentials file, such as secrets/admin.creds (or MUSTER_NATS_CREDS_FILE).",
+        rich_help_panel=WHICH_STACK,
     ),
 ]
 UserOption = Annotated[
@@ -42,8 +43,8 @@ UserOption = Annotated[
     typer.Option(
         "--user",
         metavar="USER",
-        help="User of a NATS with plain users (or MUSTER_NATS_USER). Default: admin.",
-        rich_help_panel=_STACK,
+        help="User, for a NATS that has passwords; overrides that in the URL (or MUSTER_NATS_USER). Default: admin.",
+        rich_help_panel=WHICH_STACK,
     ),
 ]
 PasswordFileOption = Annotated[
@@ -51,22 +52,45 @@ PasswordFileOption = Annotated[
     typer.Option(
         "--password-file",
         metavar="FILE",
-        help="File with the user's password (or MUSTER_NATS_PASSWORD_FILE, MUSTER_NATS_PASSWORD).",
-        rich_help_panel=_STACK,
+        help="File with the user's password (or MUSTER_NATS_PASSWORD_FILE, or the password in "
+        "MUSTER_NATS_PASSWORD).",
+        rich_help_panel=WHICH_STACK,
     ),
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option("--timeout-s", min=0.0, max=86_400.0, help="Seconds to wait for the change to finish."),
+    typer.Option(
+        "--timeout-s",
+        metavar="SECONDS",
+        min=0.0,
+        max=86_400.0,
+        help="Seconds to wait for the change; it goes on after that, and the exit code is 5.",
+        rich_help_panel=COMMON,
+    ),
 ]
 NoWaitOption = Annotated[
     bool,
-    typer.Option("--no-wait", help="Return once the change is recorded, without waiting until it is done."),
+    typer.Option(
+        "--no-wait",
+        help="Print the id of the change once it is recorded, and return; 'muster goal wait ID' waits for it.",
+        rich_help_panel=COMMON,
+    ),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would happen to which replicas, and change nothing.")
+    bool,
+    typer.Option("--dry-run", help="Show what would change, without changing it.", rich_help_panel=COMMON),
 ]
 
+NAME_HELP: Final = "Name of the deployment; APP/NAME if it belongs to an application."
+FieldsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fields",
+        metavar="JSON|@FILE",
+        help="Settings to change, as a JSON object by field name; the options below take precedence.",
+    ),
+]
+DeploymentName = Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP)]
 
 Run = Callable[[typer.Context, dict[str, Any]], None]
 """Runs a command with the values of all its parameters by name."""
@@ -142,10 +166,17 @@ Reply = TypeVar("Reply")
 
 
 class ReadRequest(msgspec.Struct, Generic[Reply], frozen=True):
-    """A query to the controller, and how its reply is printed for a person."""
+    """What a command reads from the controller, and how that is printed for a person."""
 
-    ask: Callable[[AdminPort], Awaitable[Reply]]
+    query: Query[Reply] | Callable[[AdminClient], Awaitable[Reply]]
+    """A query, or a function for what takes several calls."""
     show: Callable[[Reply], None]
+
+    async def send(self, stack: Stack, _progress: Progress) -> Reply:
+        """Return the reply of the controller."""
+        if isinstance(self.query, Query):
+            return await stack.admin.call(self.query)
+        return await self.query(stack.admin)
 
 
 def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]:
@@ -156,30 +187,27 @@ def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]
         as_json = values.pop("as_json")
         choice = pop_stack_choice(values)
         with session.reporting(as_json=as_json):
-            question = build(session, **values)
-            answer = asyncio.run(_ask(session, session.find_stack(choice), question, build.__name__))
+            request = build(session, **values)
+            title = build.__name__.replace("_", " ").strip()
+            reply = session.run(session.find_stack(choice), title, request.send, retry_for_s=_RETRY_S)
             if as_json:
-                print_json(answer)
+                print_json(reply)
             else:
-                question.show(answer)
+                request.show(reply)
 
     return build_command(build, run, STACK_OPTIONS)
 
 
-async def _ask(session: Session, address: StackAddress, question: ReadRequest[Reply], title: str) -> Reply:
-    with Progress(title.replace("_", " ").strip()) as progress:
-        async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
-            return await question.ask(stack.admin)
+def stack_command(run: Callable[..., None]) -> Callable[..., None]:
+    """Turn a function ``(session, choice, *, arguments, as_json)`` into a command; it reports errors itself.
 
+    ``choice`` has the options that choose the stack.
+    """
 
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+    def command(context: typer.Context, values: dict[str, Any]) -> None:
+        run(get_session(context), pop_stack_choice(values), **values)
 
-
-def group(text: str) -> typer.Typer:
-    """Create a group of commands, still empty; without arguments it prints its help."""
-    return typer.Typer(
-        help=text, no_args_is_help=True, add_completion=False, context_settings=CONTEXT_SETTINGS
-    )
+    return build_command(run, command, STACK_OPTIONS)
 
 
 StreamRun = Callable[..., Coroutine[Any, Any, None]]

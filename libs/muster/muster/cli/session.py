@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 import typer
 
 from muster.cli.output import Progress, print_error, print_json
-from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
-from muster.client.connect import connect_stack
+from muster.client.connect import Stack, connect_stack
 from muster.client.requests import Listen, UnknownError, listen_to_stack
 from muster.embedded.disk import describe_full_disk
 from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
@@ -79,8 +79,8 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
     embedded = running_embedded(variables, directory)
     if url is None and embedded is not None:
         url = embedded.nats_url
-    password = _given_password(options, environment)
-    credentials = _given_credentials(options, environment, directory)
+    password = _find_password(options, environment)
+    credentials = _find_credentials(options, environment, directory)
     composed = _secrets_of_compose(directory)
     if url is None and (composed is not None or password is not None or credentials is not None):
         url = DEFAULT_URL
@@ -105,17 +105,17 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
     )
 
 
-def _given_credentials(options: StackChoice, environment: Environment, directory: Path) -> str | None:
+def _find_credentials(options: StackChoice, environment: Environment, directory: Path) -> str | None:
     """The file of credentials; a user or password on the command line overrides that of the environment."""
     if options.creds is not None:
         return _readable(str(directory / options.creds), "--creds")
     if options.password_file is not None or options.user is not None:
         return None
-    named = environment.optional("MUSTER_NATS_CREDS")
-    return None if named is None else _readable(str(directory / named), "MUSTER_NATS_CREDS")
+    named = environment.optional("MUSTER_NATS_CREDS_FILE")
+    return None if named is None else _readable(str(directory / named), "MUSTER_NATS_CREDS_FILE")
 
 
-def _given_password(options: StackChoice, environment: Environment) -> str | None:
+def _find_password(options: StackChoice, environment: Environment) -> str | None:
     if options.password_file is not None:
         variables = {"given_FILE": str(options.password_file)}
         try:
@@ -193,7 +193,8 @@ class ExitCode(IntEnum):
 
 
 EXIT_CODES_HELP = (
-    "Exit codes: 0 done, 1 failed, 2 bad input, 3 the stack cannot be reached, 4 not found, 5 timed out."
+    "Exit codes: 0 done, or nothing to do; 1 the change or call failed; 2 bad input, nothing was changed; 3 the stack "
+    "cannot be reached; 4 not found; 5 timed out, a change goes on; 130 Ctrl-C while waiting, a change goes on."
 )
 
 
@@ -214,6 +215,46 @@ def get_exit_code(error: ServeError) -> ExitCode:
 
 _CHANGE_RETRY_S = 30.0
 """Seconds to retry a change: a controller that died is back or replaced well within this."""
+
+
+class Connect(Protocol):
+    """Connects to a stack; `muster.client.connect_stack` implements it."""
+
+    def __call__(
+        self, address: StackAddress, *, retry_for_s: float, on_retry: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[Stack]:
+        """Raises `BusUnavailable` and `BusAuthorizationFailed` when entered."""
+        ...
+
+
+class EmbeddedPort(Protocol):
+    """A stack that runs within an ``async with``; `muster.embedded.stack.EmbeddedStack` implements it."""
+
+    async def __aenter__(self) -> object:
+        """Returns when everything is ready."""
+        ...
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stops everything in order."""
+        ...
+
+    @property
+    def record(self) -> RunRecord:
+        """Processes, addresses and ports of the stack."""
+        ...
+
+
+class MakeEmbedded(Protocol):
+    """Creates an embedded stack that is not started yet."""
+
+    def __call__(
+        self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]
+    ) -> EmbeddedPort:
+        """Raises nothing; starting it does."""
+        ...
+
+
+Result = TypeVar("Result")
 
 
 class Session:
@@ -251,12 +292,36 @@ class Session:
 
     def connect(
         self, address: StackAddress, progress: Progress, *, retry_for_s: float = _CHANGE_RETRY_S
-    ) -> AbstractAsyncContextManager[StackPort]:
+    ) -> AbstractAsyncContextManager[Stack]:
         """Connect to a stack; transient errors are shown as progress."""
         self.has_plain_users = address.credentials_file is None
         return self._connect(
-            address, retry_for_s=retry_for_s, on_retry=lambda why: progress.say(f"{why} (trying again)")
+            address, retry_for_s=retry_for_s, on_retry=lambda why: progress.show(f"{why} (trying again)")
         )
+
+    async def with_stack(
+        self,
+        address: StackAddress,
+        title: str,
+        work: Callable[[Stack, Progress], Awaitable[Result]],
+        *,
+        retry_for_s: float = _CHANGE_RETRY_S,
+    ) -> Result:
+        """Connect to a stack, do ``work`` with progress shown under ``title``, and return its result."""
+        with Progress(title) as progress:
+            async with self.connect(address, progress, retry_for_s=retry_for_s) as stack:
+                return await work(stack, progress)
+
+    def run(
+        self,
+        address: StackAddress,
+        title: str,
+        work: Callable[[Stack, Progress], Awaitable[Result]],
+        *,
+        retry_for_s: float = _CHANGE_RETRY_S,
+    ) -> Result:
+        """`with_stack` in an event loop of its own."""
+        return asyncio.run(self.with_stack(address, title, work, retry_for_s=retry_for_s))
 
     def make_embedded(
         self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]
@@ -315,8 +380,8 @@ def _report(error: ServeError, *, as_json: bool) -> None:
     print_error(f"error: {error}")
     if isinstance(error, BusAuthorizationFailed):
         print_error(
-            "Give credentials with --creds or MUSTER_NATS_CREDS; for a NATS with plain users, the user with --user and "
-            "the password with --password-file, MUSTER_NATS_PASSWORD_FILE or MUSTER_NATS_PASSWORD."
+            "Give credentials with --creds or MUSTER_NATS_CREDS_FILE; for a NATS with plain users, the user with "
+            "--user and the password with --password-file, MUSTER_NATS_PASSWORD_FILE or MUSTER_NATS_PASSWORD."
         )
     if as_json:
         field = error.field if isinstance(error, BadField) else ""

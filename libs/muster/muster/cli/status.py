@@ -1,4 +1,4 @@
-"""`muster status`, `list`, `info`, `snapshot`, `host …`, `proxy …`, `autoscaling …`: the state of a stack."""
+"""`muster status`, `list`, `info`, `host …`, `proxy …`, `autoscaling …`: the state of a stack."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.help import Commands
 from muster.cli.output import (
     counts,
     format_methods,
@@ -28,48 +29,48 @@ from muster.cli.output import (
     style_state,
     table,
 )
-from muster.cli.ports import AdminPort
-from muster.cli.queries import ReadRequest, group, query_command
+from muster.cli.queries import NAME_HELP, DeploymentName, ReadRequest, query_command
 from muster.cli.session import Session
+from muster.client.admin import AdminClient
 from serve_common.api.commands import DrainHost, PauseAutoscaling, ResumeAutoscaling, UndrainHost
-from serve_common.api.queries import GetDeploymentInfo, GetStatus, ListDeployments
+from serve_common.api.queries import (
+    GetAutoscaling,
+    GetDeploymentInfo,
+    GetHosts,
+    GetHttpProxies,
+    ListDeployments,
+)
 from serve_common.api.views import (
     AutoscalingView,
     DeploymentStatus,
     DeploymentView,
     HostView,
     ProxyView,
-    SnapshotView,
     StatusView,
 )
-from serve_common.errors import LimitReached
 from serve_common.names import check_name, deployment_tag
 
-Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of the deployment, as deployment or app/deployment.")
-]
-
-autoscaling_app = group("Autoscaling of deployments: list, pause, resume.")
+autoscaling_app = Commands(help="Show and pause the autoscaling of deployments: list, pause, resume.")
 
 
 @query_command
 def list_autoscaling(session: Session) -> ReadRequest[list[AutoscalingView]]:  # noqa: ARG001 - every command gets it
-    """List load, decision and reason of every autoscaled backend."""
-    return ReadRequest(lambda admin: admin.get_autoscaling(), show_autoscaling)
+    """List autoscaled deployments with their load, the last decision and its reason."""
+    return ReadRequest(GetAutoscaling(), show_autoscaling)
 
 
 @change_command()
 def pause(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Name,
+    name: DeploymentName,
 ) -> ChangeRequest:
     """Pause the autoscaling of a deployment.
 
     Example:
       muster autoscaling pause digits
 
-    It stays paused across deploys, until 'muster autoscaling resume'.
+    The number of replicas stays as it is, across deploys too, until 'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
     return ChangeRequest(
@@ -85,12 +86,14 @@ def pause(
 def resume(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Name,
+    name: DeploymentName,
 ) -> ChangeRequest:
     """Resume the autoscaling of a deployment.
 
     Example:
       muster autoscaling resume digits
+
+    The number of replicas follows the load again, from what it is now.
     """
     tag = deployment_tag(name)
     return ChangeRequest(
@@ -144,7 +147,9 @@ def show_status(view: StatusView) -> None:
     print_table("Proxies", _proxies(view.proxies, view.snapshot_id))
     if view.autoscaling:
         show_autoscaling(view.autoscaling)
-    print_line(f"controller {view.controller_id} leads in term {view.epoch}, snapshot {view.snapshot_id}")
+    print_line(
+        f"controller {view.controller_id} leads in term {view.epoch}, routing revision {view.snapshot_id}"
+    )
     for deployment in view.deployments:
         if deployment.message and deployment.status is DeploymentStatus.UNHEALTHY:
             print_line(f"'muster status {short_name(deployment.name)}' shows the whole message")
@@ -153,7 +158,22 @@ def show_status(view: StatusView) -> None:
 
 def show_deployments(views: Sequence[DeploymentView]) -> None:
     """Print a table with one row per deployment."""
-    print_table("Deployments", _deployments(views))
+    rows = table(
+        "name", "status", "version", "route", "replicas", "import path", "created", "deleted", "message"
+    )
+    for view in views:
+        rows.add_row(
+            Text(short_name(view.name)),
+            style_state(view.status.value),
+            Text(view.version or "-"),
+            Text(view.route_prefix or "-"),
+            Text(counts(view.replicas, view.backend_config)),
+            Text(view.replica_config.import_path),
+            Text(format_time(view.started_at or None)),
+            Text(format_time(view.ended_at)),
+            Text(shorten(view.message)),
+        )
+    print_table("Deployments", rows)
 
 
 def show_deployment(view: DeploymentView) -> None:
@@ -186,10 +206,10 @@ def _show(view: DeploymentView, config: dict[str, str]) -> None:
             "route": view.route_prefix or "none; called over NATS only",
             "methods": format_methods(view.methods),
             "replicas": counts(view.replicas, view.backend_config),
-            "since": format_time(view.started_at) if view.started_at else "",
-            "until": "" if view.ended_at is None else format_time(view.ended_at),
+            "created": format_time(view.started_at) if view.started_at else "",
+            "deleted": "" if view.ended_at is None else format_time(view.ended_at),
             **config,
-            "goal": f"{view.goal_id} {view.goal_status.value}",
+            "last change": f"{view.goal_id} {view.goal_status.value}",
         }
     )
     print_replicas(view.replicas)
@@ -240,7 +260,7 @@ def show_proxies(views: Sequence[ProxyView]) -> None:
 
 
 def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
-    rows = table("proxy", "status", "address", "snapshot", "last report")
+    rows = table("proxy", "status", "address", "revision", "last report")
     for view in views:
         behind = "" if view.applied_snapshot_id >= snapshot_id else f" of {snapshot_id}"
         rows.add_row(
@@ -258,10 +278,10 @@ def list_(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     deleted: Annotated[
-        bool, typer.Option("--deleted", help="Include deleted deployments that are still retained.")
+        bool, typer.Option("--deleted", help="Include the 1000 deployments that were deleted last.")
     ] = False,
 ) -> ReadRequest[list[DeploymentView]]:
-    """List deployments.
+    """List deployments with their import paths, and when they were created and deleted.
 
     Example:
       muster list --deleted
@@ -269,16 +289,16 @@ def list_(
     'muster status' shows hosts and proxies too.
     """
     query = ListDeployments(include_deleted=deleted)
-    return ReadRequest(lambda admin: admin.list_deployments(query), show_deployments)
+    return ReadRequest(query, show_deployments)
 
 
 @query_command
 def info(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Name,
+    name: DeploymentName,
 ) -> ReadRequest[DeploymentView]:
-    """Show one deployment in full: configuration, goal, replicas.
+    """Show one deployment in full: configuration, last change, replicas.
 
     Example:
       muster info digits
@@ -286,34 +306,7 @@ def info(
     'muster status digits' is the short form.
     """
     query = GetDeploymentInfo(name=deployment_tag(name))
-    return ReadRequest(lambda admin: admin.get_deployment_info(query), show_everything)
-
-
-@query_command
-def snapshot(session: Session) -> ReadRequest[list[SnapshotView]]:  # noqa: ARG001 - every command gets it
-    """List every deployment with its class and its start and end.
-
-    Example:
-      muster snapshot --json
-
-    Deleted deployments are included while they are retained.
-    """
-    return ReadRequest(lambda admin: admin.get_snapshot(), _show_snapshot)
-
-
-def _show_snapshot(views: Sequence[SnapshotView]) -> None:
-    rows = table("name", "class", "version", "route", "status", "start", "end")
-    for view in views:
-        rows.add_row(
-            Text(short_name(view.name)),
-            Text(view.class_name),
-            Text(view.version),
-            Text(view.route or "-"),
-            style_state(view.status.value),
-            Text(format_time(view.start_time)),
-            Text(format_time(view.end_time)),
-        )
-    print_table("Deployments", rows)
+    return ReadRequest(query, show_everything)
 
 
 @query_command
@@ -322,9 +315,7 @@ def status(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME", help="Name of the deployment, as deployment or app/deployment. Default: all."
-        ),
+        typer.Argument(metavar="NAME", help=f"{NAME_HELP} Default: all."),
     ] = None,
 ) -> ReadRequest[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
@@ -337,43 +328,29 @@ def status(
     """
     if name is not None:
         query = GetDeploymentInfo(name=deployment_tag(name))
-        return ReadRequest(lambda admin: admin.get_deployment_info(query), show_deployment)
+        return ReadRequest(query, show_deployment)
     if (full := session.full_disk()) is not None:
         print_error(full)
-    whole = _StatusPages(session)
-    return ReadRequest(whole.ask, whole.show)
 
-
-class _StatusPages:
-    """The status of the whole system, with deployments fetched in pages when they exceed one message."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    async def ask(self, admin: AdminPort) -> StatusView:
-        try:
-            return await admin.get_status(GetStatus())
-        except LimitReached:
-            view = await admin.get_status(GetStatus(deployments=False))
-        return msgspec.structs.replace(view, deployments=await admin.list_deployments(ListDeployments()))
-
-    def show(self, view: StatusView) -> None:
+    def show(view: StatusView) -> None:
         show_status(view)
-        if self._session.has_plain_users:
+        if session.has_plain_users:
             print_error(
                 "warning: NATS has plain users: replicas can read and answer each other's requests (see SECURITY.md)"
             )
 
+    return ReadRequest(AdminClient.fetch_status, show)
+
 
 Host = Annotated[str, typer.Argument(metavar="HOST", help="Host id, as 'muster host list' shows it.")]
 
-host_app = group("Hosts that run replicas: list, drain, undrain.")
+host_app = Commands(help="Show and drain the hosts that run replicas: list, drain, undrain.")
 
 
 @query_command
 def list_hosts(session: Session) -> ReadRequest[list[HostView]]:  # noqa: ARG001 - every command gets it
     """List hosts with their resources and number of replicas."""
-    return ReadRequest(lambda admin: admin.get_hosts(), show_hosts)
+    return ReadRequest(GetHosts(), show_hosts)
 
 
 @change_command(timeout_s=600.0)
@@ -387,8 +364,8 @@ def drain(
     Example:
       muster host drain host-1
 
-    New replicas serve elsewhere before the old ones stop. Nothing is
-    placed there again until 'muster host undrain'.
+    New replicas serve elsewhere before the old ones stop. Nothing is placed on the host again until
+    'muster host undrain'. When the other hosts have no room, the replicas stay, and the change waits for room.
     """
     command = DrainHost(host_id=check_name(host_id, "HOST"))
     return ChangeRequest(
@@ -428,13 +405,13 @@ host_app.command("drain")(drain)
 host_app.command("undrain")(undrain)
 
 
-proxy_app = group("Proxies that accept HTTP requests: list.")
+proxy_app = Commands(help="Show the proxies, which accept HTTP requests: list.")
 
 
 @query_command
 def list_proxies(session: Session) -> ReadRequest[list[ProxyView]]:  # noqa: ARG001 - every command gets it
-    """List proxies with their addresses and applied snapshots."""
-    return ReadRequest(lambda admin: admin.get_http_proxies(), show_proxies)
+    """List proxies with their addresses and the routing revision that each has applied."""
+    return ReadRequest(GetHttpProxies(), show_proxies)
 
 
 proxy_app.command("list")(list_proxies)

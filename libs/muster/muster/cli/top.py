@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.cli.output import Progress, get_console, print_json, print_json_line, short_name, table
-from muster.cli.ports import AdminPort
 from muster.cli.queries import stream_command
 from muster.cli.session import Session
 from muster.client.address import StackAddress
-from serve_common.api.queries import GetStatus, ListDeployments
+from muster.client.admin import AdminClient
+from serve_common.api.queries import GetAutoscaling, GetLoad
 from serve_common.api.views import AutoscalingView, BackendLoad, EndpointLoad, LoadView, StatusView
-from serve_common.errors import LimitReached, TransientError
+from serve_common.errors import TransientError
 
 _RUNNING = frozenset({"running", "updating"})
 
@@ -137,33 +137,40 @@ async def top(
     session: Session,
     address: StackAddress,
     *,
-    interval: Annotated[
-        float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between samples.")
+    interval_s: Annotated[
+        float,
+        typer.Option(
+            "--interval-s",
+            metavar="SECONDS",
+            min=0.2,
+            max=3600.0,
+            help="Seconds between samples, 0.2 to 3600.",
+        ),
     ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one sample, after one interval, and exit.")
     ] = False,
     as_json: bool = False,
 ) -> None:
-    """Watch requests, times, queues and replicas of every deployment.
+    """Watch requests, latency, queues and replicas of every deployment.
 
     Examples:
       muster top
-      muster top --once --interval 10
+      muster top --once --interval-s 10
       muster top --json
 
-    With --json, prints a line of JSON after each interval, or one document
-    with --once. Times are from the head of a request to its response.
+    Latency is from the headers of a request to the end of its response. With --json, prints a line of JSON after each
+    interval, or one document with --once.
     """
     with Progress("top") as progress, ExitStack() as screen:
         async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
-            before = await stack.admin.get_load()
+            before = await stack.admin.call(GetLoad())
             progress.stop()
             live = None
             if sys.stdout.isatty() and not as_json and not once:
                 live = screen.enter_context(Live(console=get_console(), auto_refresh=False, screen=True))
             while True:
-                await asyncio.sleep(interval)
+                await asyncio.sleep(interval_s)
                 try:
                     after, rows = await _sample(stack.admin, before)
                 except TransientError as error:
@@ -182,17 +189,9 @@ async def top(
                     return
 
 
-async def _sample(admin: AdminPort, before: LoadView) -> tuple[LoadView, list[TopRow]]:
-    after = await admin.get_load()
-    return after, top_rows(before, after, await _status(admin), await admin.get_autoscaling())
-
-
-async def _status(admin: AdminPort) -> StatusView:
-    try:
-        return await admin.get_status(GetStatus())
-    except LimitReached:
-        view = await admin.get_status(GetStatus(deployments=False))
-    return msgspec.structs.replace(view, deployments=await admin.list_deployments(ListDeployments()))
+async def _sample(admin: AdminClient, before: LoadView) -> tuple[LoadView, list[TopRow]]:
+    after = await admin.call(GetLoad())
+    return after, top_rows(before, after, await admin.fetch_status(), await admin.call(GetAutoscaling()))
 
 
 def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:

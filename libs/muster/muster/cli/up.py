@@ -17,10 +17,10 @@ import typer
 from muster.cli.changes import describe, perform
 from muster.cli.deployments import build_deploy_request
 from muster.cli.output import Progress, print_json_line, print_line, shorten
-from muster.cli.ports import AdminPort, EmbeddedPort
 from muster.cli.queries import JsonOption
-from muster.cli.session import ExitCode, Session, get_session
+from muster.cli.session import EmbeddedPort, ExitCode, Session, get_session
 from muster.client.address import StackAddress
+from muster.client.admin import AdminClient
 from muster.embedded.options import CHECKOUT, DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import RunRecord, kill_marked
@@ -161,7 +161,7 @@ class ExampleDeployment:
         self._folder = examples / "digits"
         self.is_serving = False
 
-    async def ensure(self, admin: AdminPort, progress: Progress) -> list[str]:
+    async def ensure(self, admin: AdminClient, progress: Progress) -> list[str]:
         """Deploy the example unless it exists, wait until it serves, and return lines for people.
 
         An existing deployment is left as it is: its user may have changed it. Raises `PermanentError` when the
@@ -200,25 +200,25 @@ class ExampleDeployment:
             version="example",
         )
 
-    async def _find(self, admin: AdminPort) -> DeploymentView | None:
+    async def _find(self, admin: AdminClient) -> DeploymentView | None:
         """The existing deployment; None also for one that is being deleted or has failed, which is replaced."""
         try:
-            found = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
+            found = await admin.call(GetDeploymentInfo(name=self.name))
         except NotFound:
             return None
         has_failed = found.status is DeploymentStatus.UNHEALTHY and found.goal_status is GoalStatus.FAILED
         return None if has_failed or found.status is DeploymentStatus.DELETING else found
 
-    async def _wait_until_healthy(self, admin: AdminPort, progress: Progress) -> str | None:
+    async def _wait_until_healthy(self, admin: AdminClient, progress: Progress) -> str | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _HEALTHY_TIMEOUT_S
         while True:
-            deployment = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
+            deployment = await admin.call(GetDeploymentInfo(name=self.name))
             if deployment.status is DeploymentStatus.HEALTHY:
                 return None
             if loop.time() >= deadline:
                 return f"is {deployment.status.value}: {shorten(deployment.message)}"
-            progress.say(deployment.message or deployment.status.value)
+            progress.show(deployment.message or deployment.status.value)
             await asyncio.sleep(_POLL_S)
 
     def _example_commands(self, route: str | None) -> list[str]:
@@ -309,9 +309,12 @@ class UpRun:
                 urls=(record.nats_url,),
                 credentials_file=str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN)),
             )
-            with Progress(example.name) as progress:
-                async with self._session.connect(address, progress, retry_for_s=_EXAMPLE_RETRY_S) as stack:
-                    lines = await example.ensure(stack.admin, progress)
+            lines = await self._session.with_stack(
+                address,
+                example.name,
+                lambda stack, progress: example.ensure(stack.admin, progress),
+                retry_for_s=_EXAMPLE_RETRY_S,
+            )
         except ServeError as error:
             # The stack serves without its example; the report shows why it is missing.
             self._report.example([f"error: the example was not deployed: {error}"], is_serving=False)
@@ -323,29 +326,57 @@ def up(
     context: typer.Context,
     *,
     state_dir: Annotated[
-        Path, typer.Option("--state-dir", metavar="DIR", help="Directory of all state; created if missing.")
+        Path,
+        typer.Option(
+            "--state-dir",
+            metavar="DIR",
+            help="Directory of all state; created if missing. Commands find another one than .muster by "
+            "MUSTER_STATE_DIR.",
+        ),
     ] = DEFAULT_STATE_DIR,
     http_host: Annotated[
-        str, typer.Option("--http-host", help="Address that HTTP listens on; 0.0.0.0 for all interfaces.")
+        str,
+        typer.Option(
+            "--http-host", metavar="ADDRESS", help="Address that HTTP listens on; 0.0.0.0 for all interfaces."
+        ),
     ] = "127.0.0.1",
     http_port: Annotated[
         int,
-        typer.Option("--http-port", min=0, max=65_535, help="Port that HTTP listens on; 0 for any free one."),
+        typer.Option(
+            "--http-port",
+            metavar="PORT",
+            min=0,
+            max=65_535,
+            help="Port that HTTP listens on; 0 for any free one. It is an error when the port is taken.",
+        ),
     ] = 8000,
     nats_port: Annotated[
         int,
         typer.Option(
-            "--nats-port", min=0, max=65_535, help="Port of NATS; a free one is used if it is taken."
+            "--nats-port",
+            metavar="PORT",
+            min=0,
+            max=65_535,
+            help="Port of NATS; a free one is used when it is taken.",
         ),
     ] = 4222,
     num_cpus: Annotated[
         int | None,
-        typer.Option("--num-cpus", min=1, help="CPUs available to all replicas. Default: the machine's."),
+        typer.Option(
+            "--num-cpus",
+            metavar="N",
+            min=1,
+            help="CPUs that all replicas together may reserve. Default: those of the machine.",
+        ),
     ] = None,
     proxy_processes: Annotated[
         int,
         typer.Option(
-            "--proxy-processes", min=1, max=64, help="Number of proxy processes that share the HTTP port."
+            "--proxy-processes",
+            metavar="N",
+            min=1,
+            max=64,
+            help="Number of proxy processes that share the HTTP port, 1 to 64.",
         ),
     ] = 1,
     deploy_example: Annotated[
@@ -358,10 +389,9 @@ def up(
     Example:
       muster up --deploy-example
 
-    Runs NATS, Postgres, a controller, a replica host with Ray and a proxy,
-    and restarts each when it dies. State is kept: what is deployed is back
-    at the next start. Ctrl-C stops everything in order, a second one at
-    once.
+    Runs NATS, Postgres, a controller, a replica host with Ray and a proxy, and restarts each when it dies. State is
+    kept: what is deployed is back at the next start. Ctrl-C stops everything in order, and the exit code is then 0; a
+    second Ctrl-C kills at once. With --json, prints a line of JSON for each event; 'stack_ready' has the addresses.
     """
     session = get_session(context)
     with session.reporting(as_json=as_json):

@@ -1,4 +1,4 @@
-"""Client of the admin API: one typed method for each verb of ``serve.admin.<verb>``.
+"""Client of the admin API: sends any request to ``serve.admin.<verb>`` and returns its typed reply.
 
 Why a package of its own: the command line and programs use it; neither should have to know subjects, headers or how to
 retry while a controller restarts.

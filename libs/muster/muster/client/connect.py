@@ -14,11 +14,11 @@ import msgspec
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
 from muster.client.requests import AdminReply, NoListeners, NoReply, Requests, parse_error
-from serve_common.api.verbs import WHO_LENGTH_MAX
+from serve_common.api.verbs import PRINCIPAL_LENGTH_MAX
 from serve_common.errors import DeadlineExceeded, TransientError
 from serve_common.names import EndpointTag, deployment_tag
 from serve_common.protocol.subjects import Subjects
-from serve_common.telemetry.spans import headers_from_environment
+from serve_common.telemetry.trace_context import headers_from_environment
 
 
 class Caller:
@@ -69,7 +69,7 @@ class Caller:
 
 
 def default_principal() -> str:
-    """``user@host`` in characters that a NATS header can carry, at most `WHO_LENGTH_MAX` of them.
+    """``user@host`` in characters that a NATS header can carry, at most `PRINCIPAL_LENGTH_MAX` of them.
 
     In the audit log it is a claim, not a proof.
     """
@@ -77,8 +77,10 @@ def default_principal() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = f"uid-{os.getuid()}"  # a container's user often has no name
-    who = f"{user}@{socket.gethostname()}"
-    return "".join(char if char.isascii() and char.isprintable() else "?" for char in who)[:WHO_LENGTH_MAX]
+    principal = f"{user}@{socket.gethostname()}"
+    return "".join(char if char.isascii() and char.isprintable() else "?" for char in principal)[
+        :PRINCIPAL_LENGTH_MAX
+    ]
 
 
 class Stack(msgspec.Struct, frozen=True):
@@ -95,9 +97,11 @@ async def connect_stack(
     connect_within_s: float = 5.0,
     retry_for_s: float = 30.0,
     on_retry: Callable[[str], None] = lambda _why: None,
-    who: str | None = None,
+    principal: str | None = None,
 ) -> AsyncIterator[Stack]:
-    """Connect, and disconnect at the end. ``who`` is the name in the audit log; None is ``user@host`` of this process.
+    """Connect, and disconnect at the end.
+
+    ``principal`` is the name in the audit log; None is ``user@host`` of this process.
 
     Changes belong to the trace in the environment variables TRACEPARENT and TRACESTATE, if they are set.
 
@@ -108,14 +112,14 @@ async def connect_stack(
 
     requests = NatsRequests(address)
     subjects = Subjects(address.subject_prefix)
-    who = default_principal() if who is None else who
+    principal = default_principal() if principal is None else principal
     try:
         await requests.connect(within_s=connect_within_s, on_retry=on_retry)
         yield Stack(
             admin=AdminClient(
                 requests,
                 subjects,
-                who=who,
+                principal=principal,
                 headers=headers_from_environment(os.environ),
                 retry_for_s=retry_for_s,
                 on_retry=on_retry,

@@ -45,7 +45,9 @@ class NatsFeed:
         """Connect and subscribe. Raises `BusUnavailable` and `BusAuthorizationFailed`."""
         address = self._address
         settings = address.bus_settings(inbox_prefix(Role.ADMIN))
-        client = self._client = await connect_nats(settings, name="muster feed", deadline_s=_CONNECT_S)
+        client = self._client = await connect_nats(
+            settings, name="muster feed", deadline_s=_CONNECT_S, logs_attempts=False
+        )
         try:
             for subject in subjects:
                 await client.subscribe(subject, cb=self._on_message)
@@ -61,7 +63,7 @@ class NatsFeed:
             client._disconnected_cb = client._closed_cb = None  # noqa: SLF001 - the library has no other way
             await close_nats(client)
 
-    async def hear(self, within_s: float | None = None) -> FeedMessage | None:
+    async def receive(self, within_s: float | None = None) -> FeedMessage | None:
         """Wait for the next message; None after ``within_s`` seconds."""
         try:
             async with asyncio.timeout(within_s):
@@ -94,7 +96,7 @@ _INBOX_PREFIX: Final = inbox_prefix(Role.ADMIN)
 class NatsRequests:
     """Implements `muster.client.requests.Requests`.
 
-    A lost connection ends the requests under way, so that `AdminRequester` sends them again over a new one. A subject
+    A lost connection ends the requests under way, so that `AdminClient` sends them again over a new one. A subject
     that NATS forbids is an error at once and not a timeout: nats-py reports it only to the error callback, and the
     request would go on waiting.
     """
@@ -209,8 +211,10 @@ class NatsRequests:
     def _refusal(self) -> str:
         if self._address.credentials_file is not None:
             return f"NATS at {self.where} refused the credentials in {self._address.credentials_file}"
-        given = "with the password that was given" if self._address.password else "without a password"
-        return f"NATS at {self.where} refused the user {self._address.user!r} {given}"
+        credentials_text = (
+            "with the password that was given" if self._address.password else "without a password"
+        )
+        return f"NATS at {self.where} refused the user {self._address.user!r} {credentials_text}"
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error

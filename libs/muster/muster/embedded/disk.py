@@ -88,7 +88,7 @@ class DiskWatch:
             self._is_full = False
             self._notice(f"the disk of {self._root} has room again")
         reason = await self._probe()
-        if reason is not None and any(words in reason for words in _FAILED_WRITE):
+        if reason is not None and any(tokens in reason for tokens in _FAILED_WRITE):
             _log.warning("nats_storage_opened_anew", reason=reason)
             await self._reopen_storage()
 

@@ -47,14 +47,17 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     http_host: str = "127.0.0.1"
+    """Address that the proxy listens on for HTTP."""
     http_port: int = 8000
     """HTTP port; an error if taken, because users rely on the address."""
     nats_port: int = 4222
     """NATS port; replaced by a free one if taken."""
     controller_ops_port: int = 9101
+    """Operations port of the controller; replaced by a free one if taken."""
     proxy_ops_port: int = 9102
+    """Operations port of the proxy; replaced by a free one if taken."""
     host_ops_port: int = 9103
-    """Operations ports are replaced by free ones if taken, too."""
+    """Operations port of the replica host; replaced by a free one if taken."""
     proxy_processes: int = 1
     """Proxy processes that share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None
@@ -62,12 +65,14 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     app_root: Path | None = None
     """Base directory of a relative app_dir; None for the directory in which the stack was started."""
     deploy_dir: Path = CHECKOUT / "deploy"
+    """Directory with the configuration of nats-server and Postgres."""
 
 
 class StatePaths(msgspec.Struct, frozen=True):
     """Paths within one state directory."""
 
     root: Path
+    """The state directory."""
 
     @property
     def secrets(self) -> Path:

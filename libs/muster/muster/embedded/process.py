@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from serve_common.runtime.child_process import RESTART_WAIT_MAX_S, RESTART_WAIT_MIN_S
+
 STACK_MARK = "MUSTER_STACK_ID"
 """Environment variable of every process of a stack, by which leftover processes are found."""
 PROCESS_MARK = "MUSTER_PROCESS"
@@ -44,8 +46,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_signal: signal.Signals = signal.SIGTERM
     stop_timeout_s: float = 3.0
     """Seconds between `stop_signal` and SIGKILL."""
-    restart_backoff_min_s: float = 0.2
-    restart_backoff_max_s: float = 5.0
+    restart_backoff_min_s: float = RESTART_WAIT_MIN_S
+    restart_backoff_max_s: float = RESTART_WAIT_MAX_S
 
 
 class Happened(enum.Enum):
@@ -83,23 +85,8 @@ class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
-def describe_exit(code: int) -> str:
-    """Describe an exit code; codes above 128 mean a signal."""
-    if code > 128:
-        try:
-            return f"killed by {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
-    return f"exited with code {code}"
-
-
-def backoff_s(crashes: int, low: float, high: float) -> float:
-    """Seconds to wait before a restart after ``crashes`` consecutive quick deaths; 0 for the first one."""
-    return 0.0 if crashes == 0 else min(high, low * 2.0 ** min(crashes - 1, 30))
-
-
 _TIMEOUT_S = 2.0
-_ANSWER_MAX = 4096
+_REPLY_BYTES_MAX = 4096
 
 
 def http_probe(port: int, path: str) -> Probe:
@@ -129,13 +116,13 @@ async def _get(port: int, path: str) -> tuple[int, str]:
     try:
         writer.write(f"GET {path} HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
         await writer.drain()
-        answer = b""
-        while len(answer) < _ANSWER_MAX and (part := await reader.read(_ANSWER_MAX)):
-            answer += part
+        reply = b""
+        while len(reply) < _REPLY_BYTES_MAX and (part := await reader.read(_REPLY_BYTES_MAX)):
+            reply += part
     finally:
         writer.close()
-    head, _, body = answer.decode("utf-8", errors="replace").partition("\r\n\r\n")
-    words = head.split(maxsplit=2)
-    if len(words) < 2:
+    head, _, body = reply.decode("utf-8", errors="replace").partition("\r\n\r\n")
+    tokens = head.split(maxsplit=2)
+    if len(tokens) < 2:
         raise ValueError("an answer that is no HTTP")
-    return int(words[1]), body
+    return int(tokens[1]), body

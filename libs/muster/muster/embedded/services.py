@@ -21,7 +21,7 @@ from muster.embedded.process import ProcessSpec, http_probe
 from muster.identities import SERVER_FILE
 from muster.secrets import Secrets
 from serve_common.identities.roles import Role
-from serve_common.runtime.private_directory import ensure_private_directory, move_aside
+from serve_common.runtime.private_directory import ensure_private_directory, quarantine
 
 NATS = "nats"
 MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}
@@ -52,7 +52,7 @@ def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> 
         identities = paths.nats / "identities.conf"
         for place in (nats_config(paths), identities):
             if place.is_symlink() or place.is_dir():
-                move_aside(place)
+                quarantine(place)
         shutil.copyfile(source, nats_config(paths))
         shutil.copyfile(secrets.path(SERVER_FILE), identities)
         # Left by a version without identities.

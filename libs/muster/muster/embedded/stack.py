@@ -51,7 +51,8 @@ class ChosenPorts(msgspec.Struct, frozen=True):
     by_use: dict[str, int]
     notices: list[str]
     holders: list[socket.socket]
-    """Bound sockets that never listen: they reserve the ports, except for servers, which set SO_REUSEADDR.
+    """Bound sockets that never listen: they reserve the ports, except for servers, which set SO_REUSEADDR; and a claim
+    on each port, which other stacks see.
 
     To be closed when the ports are no longer needed.
     """
@@ -84,11 +85,15 @@ def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> Chose
             f"port {options.http_port} of {options.http_host} is taken by another program; stop that one, or choose "
             "another HTTP port"
         )
-    holders.append(_first_free([http_wanted], by_use, options.http_host))
-    by_use["http"] = holders[-1].getsockname()[1]
+    by_use["http"] = _reserve([http_wanted], options.http_host, holders)
+    if options.http_port not in (0, by_use["http"]):
+        for holder in holders:
+            holder.close()
+        raise PortTaken(
+            f"port {options.http_port} of {options.http_host} is taken by another stack that starts now"
+        )
     for use, port in wanted.items():
-        holders.append(_first_free([port, used_before.get(use, 0)], by_use, LOOPBACK))
-        by_use[use] = holders[-1].getsockname()[1]
+        by_use[use] = _reserve([port, used_before.get(use, 0)], LOOPBACK, holders)
         if port not in (0, by_use[use]):
             notices.append(f"port {port} is taken, so {_NAMES[use]} listens on {by_use[use]}")
     return ChosenPorts(by_use, notices, holders)
@@ -112,16 +117,34 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
     return True
 
 
-def _first_free(candidates: list[int], chosen: Mapping[str, int], host: str) -> socket.socket:
-    """A socket bound to the first free candidate, or to any other free port."""
-    for port in candidates:
-        if port and port not in chosen.values() and is_free(port, host):
-            return _bound(host, port)
+def _reserve(candidates: list[int], host: str, holders: list[socket.socket]) -> int:
+    """Reserve the first free candidate, or any other free port, by adding to ``holders``; return the port."""
+    for candidate in candidates:
+        if candidate and is_free(candidate, host) and (claim := _claim(candidate)) is not None:
+            holders += [claim, _bound(host, candidate)]
+            return candidate
     while True:
         found = _bound(host, 0)
-        if found.getsockname()[1] not in chosen.values():
-            return found
+        port: int = found.getsockname()[1]
+        if (claim := _claim(port)) is not None:
+            holders += [claim, found]
+            return port
         found.close()
+
+
+def _claim(port: int) -> socket.socket | None:
+    """Claim the port among the stacks of this machine; None if it is claimed. A claim ends with its process.
+
+    Why beside the bound socket: two sockets with SO_REUSEADDR may be bound to one port while none listens, so of two
+    stacks that start at once each would find the other's ports free.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0muster-port-{port}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -9,11 +9,9 @@ left behind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -30,11 +28,10 @@ from muster.embedded.process import (
     ProcessEvent,
     ProcessSpec,
     RunningProcess,
-    backoff_s,
-    describe_exit,
 )
 from muster.embedded.run_record import kill_marked, reap_zombies
 from serve_common.runtime import guardian
+from serve_common.runtime.child_process import ChildLink, ChildProcess, RestartBackoff, describe_exit
 from serve_common.runtime.tasks import TaskOwner
 
 _log = structlog.get_logger()
@@ -101,8 +98,6 @@ def _older(path: Path) -> Path:
 
 KILL_WAIT_S = 1.0
 """Seconds to wait for the end of a killed process."""
-_STABLE_S = 10.0
-"""Seconds of life after which a process that dies is restarted at once; a quicker death counts as a crash."""
 _FIRST_STARTS_MAX = 3
 _PROBE_WAIT_S = 0.1
 
@@ -127,7 +122,7 @@ class SupervisedProcess:
         self._stack_id = stack_id
         self._on_first_start = on_first_start
         self._on_event = on_event
-        self._guardian: asyncio.subprocess.Process | None = None
+        self._guardian: ChildProcess | None = None
         self._starting = asyncio.Lock()
         """Held while a guardian is started, so that `stop` finds either none or a complete one."""
         self._pid = 0
@@ -145,14 +140,14 @@ class SupervisedProcess:
             log=str(self.spec.log_path),
         )
 
-    async def keep(self, needed: Sequence[asyncio.Event]) -> None:
+    async def supervise(self, needed: Sequence[asyncio.Event]) -> None:
         """Start the process once ``needed`` are set, and restart it whenever it dies, until `is_stopping`."""
         for event in needed:
             await event.wait()
         loop = asyncio.get_running_loop()
         first_deadline = loop.time() + self.spec.ready_timeout_s
         rotate_at_start(self.spec.log_path)
-        crashes = 0
+        backoff = RestartBackoff(self.spec.restart_backoff_min_s, self.spec.restart_backoff_max_s)
         while True:
             started_at = loop.time()
             try:
@@ -162,16 +157,12 @@ class SupervisedProcess:
                 code = 127
             if self.is_stopping:
                 return
-            crashes = 0 if loop.time() - started_at >= _STABLE_S else crashes + 1
+            wait_s = backoff.on_ended(loop.time() - started_at)
             if not self.was_ready.is_set() and (
-                crashes >= _FIRST_STARTS_MAX or loop.time() >= first_deadline
+                backoff.crashes >= _FIRST_STARTS_MAX or loop.time() >= first_deadline
             ):
                 self._on_first_start(self._start_failed(describe_exit(code)))
                 return
-            # The first quick death is most often a `kill -9`, not a crash loop: restart at once.
-            wait_s = backoff_s(
-                max(0, crashes - 1), self.spec.restart_backoff_min_s, self.spec.restart_backoff_max_s
-            )
             message = f"{describe_exit(code)}; starting it again in {wait_s:.1f} s"
             full = describe_full_disk(self.spec.log_path.parent)
             self._emit(Happened.DIED, message if full is None else f"{message} ({full})")
@@ -186,17 +177,13 @@ class SupervisedProcess:
         self.is_stopping = True
         async with self._starting:
             process = self._guardian
-        if process is None or process.returncode is not None:
+        if process is None or process.has_ended:
             return
-        loop = asyncio.get_running_loop()
-        for number, deadline in (
-            (signal.SIGTERM, stop_deadline),
-            (signal.SIGQUIT, max(stop_deadline, loop.time()) + KILL_WAIT_S),
-            (signal.SIGKILL, max(stop_deadline, loop.time()) + 2 * KILL_WAIT_S),
-        ):
-            _signal(process, number)
-            if await _ended(process, deadline - loop.time()):
-                break
+        await process.stop(
+            (signal.SIGTERM, stop_deadline - asyncio.get_running_loop().time()),
+            (signal.SIGQUIT, KILL_WAIT_S),
+            (signal.SIGKILL, KILL_WAIT_S),
+        )
         self._is_ready = False
         self._emit(Happened.STOPPED)
         self._pid = 0
@@ -215,46 +202,37 @@ class SupervisedProcess:
         )
         watch.start(self._await_ready(process, first_deadline), name="probe")
         try:
-            return await process.wait()
+            return await process.ended()
         finally:
             await watch.close(timeout_s=KILL_WAIT_S)
             self._is_ready = False
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self) -> ChildProcess:
         spec = self.spec
-        reading, writing = os.pipe()
-        arguments = [
-            *(sys.executable, "-I", "-S", str(Path(guardian.__file__))),
-            *("--parent", str(os.getpid()), "--report-fd", str(writing)),
-            *(
-                "--stop-signal",
-                str(int(spec.stop_signal)),
-                "--stop-timeout-s",
-                str(spec.stop_timeout_s),
-                "--",
-            ),
-        ]
+        link = ChildLink()
+        argv = guardian.command(
+            spec.argv,
+            report_fd=link.child_fd,
+            stop_signal=spec.stop_signal,
+            stop_timeout_s=spec.stop_timeout_s,
+        )
         try:
             with open_log(spec.log_path) as log:
-                process = await asyncio.create_subprocess_exec(
-                    *arguments,
-                    *spec.argv,
+                process = await ChildProcess.start(
+                    argv,
                     env={**spec.env, STACK_MARK: self._stack_id, PROCESS_MARK: spec.name},
+                    link=link,
                     cwd=spec.cwd,
-                    stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    pass_fds=(writing,),
-                    start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
                 )
+            self._guardian = process
+            self._pid = await link.read_number() or 0
         finally:
-            os.close(writing)
-        self._guardian = process
-        with os.fdopen(reading) as report:
-            self._pid = int(await asyncio.to_thread(report.readline) or "0")
+            link.close()
         return process
 
-    async def _await_ready(self, process: asyncio.subprocess.Process, first_deadline: float) -> None:
+    async def _await_ready(self, process: ChildProcess, first_deadline: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -269,7 +247,7 @@ class SupervisedProcess:
                 self._on_first_start(self._start_failed(f"not ready in time: {reason}"))
                 return
             await asyncio.sleep(_PROBE_WAIT_S)
-        if process.returncode is None:
+        if not process.has_ended:
             self._is_ready = True
             self._emit(Happened.READY)
             self.was_ready.set()
@@ -289,20 +267,6 @@ class SupervisedProcess:
                 name=self.spec.name, happened=happened, pid=self._pid, restarts=self._restarts, detail=detail
             )
         )
-
-
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended: waiting for it returns at once
-        process.send_signal(number)
-
-
-async def _ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
-    try:
-        async with asyncio.timeout(max(0.0, timeout_s)):
-            _ = await process.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 STOP_TIMEOUT_S = 9.0
@@ -344,7 +308,7 @@ class Supervisor:
         guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)
         for supervised in self._supervised.values():
             needed = [self._supervised[name].was_ready for name in supervised.spec.depends_on]
-            self._owner.start(supervised.keep(needed), name=supervised.spec.name)
+            self._owner.start(supervised.supervise(needed), name=supervised.spec.name)
         self._owner.start(self._sweep(), name="sweep")
         failure = await self._outcome
         if failure is not None:

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 import msgspec
+from opentelemetry.trace import SpanContext, SpanKind, format_trace_id, get_current_span
 
 from muster.handles.pickles import BODY_BYTES_MAX, Sent, join_arguments, unpickle
 from muster.handles.wakeups import Waker, Wakers
@@ -20,16 +21,15 @@ from serve_common.names import BackendTag
 from serve_common.protocol.frames import CallHead, Headers
 from serve_common.runtime.request_context import RequestContext, disconnect_propagation, request_context
 from serve_common.runtime.tasks import OwnedTask
-from serve_common.telemetry.request_traces import RequestTrace
-from serve_common.telemetry.spans import (
-    SpanKind,
+from serve_common.telemetry.request_traces import (
+    RequestTrace,
+    Tracer,
     Value,
     cut,
-    format_traceparent,
-    may_be_sampled,
-    parse_traceparent,
+    get_traceparent,
+    get_tracestate,
 )
-from serve_common.telemetry.tracer import Tracer
+from serve_common.telemetry.trace_context import TraceParent, may_be_sampled
 
 _LENGTH_BYTES: Final = 4
 _NOTHING: Final = memoryview(b"")
@@ -145,11 +145,11 @@ class ItemStream:
     async def wait_capacity(self) -> None:
         """Wait while more than `BUFFERED_BYTES_MAX` wait to be read."""
         while self._put_bytes - self._taken_bytes > BUFFERED_BYTES_MAX:
-            room = self._capacity = asyncio.Event()
+            capacity = self._capacity = asyncio.Event()
             if (
                 self._put_bytes - self._taken_bytes > BUFFERED_BYTES_MAX
             ):  # the reader checks for the event after it has read
-                await room.wait()
+                await capacity.wait()
         self._capacity = None
 
     def notify_capacity(self) -> None:
@@ -187,42 +187,44 @@ class ItemStream:
                 return NO_MORE
 
 
-def begin_call(
+def start_call(
     tracer: Tracer, context: RequestContext | None, endpoint: str, method_name: str
 ) -> tuple[RequestTrace | None, str]:
     """Start the trace of a new call, if it is sampled, and return it with the traceparent to send in either case.
 
-    A call outside of any trace starts a new one. Why `Tracer.entered` comes before the request's context: the code's
+    A call outside of any trace starts a new one. Why the current span comes before the request's context: the code's
     own OpenTelemetry spans, if it makes any, are nearer to the call than the request's span.
     """
     known = "" if context is None else context.traceparent
     if known and not may_be_sampled(known) and tracer.sampler.respects_parent:
         return None, known
-    parent = tracer.entered()
-    if context is not None and known:
-        if parent is not None and parent.trace_id != context.trace_id:
-            parent = None  # stale span of another trace; the request's context is authoritative
-        if parent is None:
-            parent = parse_traceparent(known, context.tracestate)
-    trace_id = tracer.new_trace_id() if parent is None else parent.trace_id
-    if not tracer.sampler.decide(parent, trace_id):
-        span_id = tracer.new_span_id() if parent is None else parent.span_id
-        return None, format_traceparent(trace_id, span_id, is_sampled=False)
+    current = get_current_span().get_span_context()
+    parent: TraceParent | SpanContext
+    if current.is_valid and (
+        context is None or not known or format_trace_id(current.trace_id) == context.trace_id
+    ):
+        parent = current
+    else:  # a span of another trace is stale; the request's context is authoritative
+        parent = tracer.decide(known)
+        if not parent.is_sampled:
+            return None, parent.header
     attributes: dict[str, Value] = {
         "muster.endpoint_tag": endpoint,
         "rpc.method": cut(method_name or "__call__"),
     }
     if context is not None:
         attributes["muster.request_id"] = context.request_id
-    span = tracer.start_sampled(f"handle {endpoint}", SpanKind.CLIENT, parent, attributes, trace_id=trace_id)
-    return RequestTrace(tracer, span), span.traceparent
+    tracestate = "" if context is None else context.tracestate
+    span = tracer.start(
+        f"handle {endpoint}", SpanKind.CLIENT, parent, attributes, tracestate=tracestate, is_remote=False
+    )
+    return (RequestTrace(tracer, span) if span.is_recording() else None), get_traceparent(span)
 
 
-def headers_of(trace: RequestTrace | None) -> Headers:
+def get_headers(trace: RequestTrace | None) -> Headers:
     """Headers for the part of a trace that a request's head cannot carry: its tracestate."""
-    if trace is None or not trace.span.tracestate:
-        return []
-    return [(b"tracestate", trace.span.tracestate.encode())]
+    tracestate = "" if trace is None else get_tracestate(trace.span)
+    return [(b"tracestate", tracestate.encode())] if tracestate else []
 
 
 def end_call_span(trace: RequestTrace, failure: ServeError | None) -> None:
@@ -230,7 +232,7 @@ def end_call_span(trace: RequestTrace, failure: ServeError | None) -> None:
     if failure is None:
         trace.end()
     else:
-        trace.span.attributes["error.type"] = get_error_type(failure)
+        trace.span.set_attribute("error.type", get_error_type(failure))
         trace.end(str(failure))
 
 

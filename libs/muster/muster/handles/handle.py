@@ -17,8 +17,8 @@ from muster.handles.calls import (
     CallOutcome,
     HandleCall,
     ItemStream,
-    begin_call,
     bind_to_request,
+    start_call,
 )
 from muster.handles.options import HandleOptions, RequestCancelled, check_options, compute_deadline
 from muster.handles.pickles import pickle_arguments, pickle_one, to_exception, unpickle
@@ -30,7 +30,7 @@ from serve_common.names import DEFAULT_APPLICATION, check_name
 from serve_common.protocol.frames import CallHead
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import current_replica, request_context
-from serve_common.telemetry.tracer import process_tracer
+from serve_common.telemetry.request_traces import process_tracer
 
 
 class _Response:
@@ -242,7 +242,7 @@ class DeploymentHandle:
         tracer = process_tracer()
         trace = None
         if tracer is not None:
-            trace, traceparent = begin_call(tracer, context, self._endpoint, options.method_name)
+            trace, traceparent = start_call(tracer, context, self._endpoint, options.method_name)
         call = HandleCall(
             endpoint=self._endpoint,
             head=self._head,
@@ -254,7 +254,7 @@ class DeploymentHandle:
             request_id=uuid.uuid4().hex if context is None else context.request_id,
             traceparent=traceparent,
             trace=trace,
-            code_versions=None if replica is None else replica.companions,
+            code_versions=None if replica is None else replica.peer_versions,
             post=router.post,
         )
         bind_to_request(call)

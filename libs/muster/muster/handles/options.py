@@ -46,13 +46,19 @@ class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
     method_name: str = ""
     """Method to call; empty means ``__call__``."""
     model_id: str = ""
+    """Multiplexed model that the call is for; replicas that have it loaded are preferred. Empty means none."""
     stream: bool = False
+    """Whether the method is a generator, whose items are read one by one."""
     shard_key: str = ""
+    """Calls with the same key go to the same backend and replica; empty means no key."""
     timeout_s: float | None = None
+    """Seconds from the call to the start of its response; above 0. None means no limit of its own."""
     relative_slo_ms: float | None = None
+    """Like `timeout_s`, in milliseconds. Of all deadlines of a call the earliest counts."""
     absolute_slo_ms: float | None = None
-    """Milliseconds since 1970."""
+    """Time by which the response must start, in milliseconds since 1970; None means no limit of its own."""
     is_repeatable: bool = False
+    """Whether the call may be sent to another replica after its replica died; set by ``idempotent``."""
 
 
 def check_options(options: HandleOptions) -> HandleOptions:

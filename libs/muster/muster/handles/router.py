@@ -13,7 +13,7 @@ from typing import Final, final
 
 import structlog
 
-from muster.handles.calls import CallOutcome, HandleCall, headers_of
+from muster.handles.calls import CallOutcome, HandleCall, get_headers
 from muster.handles.options import CallNotAllowed, RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
 from serve_common.config.replica import allows
@@ -147,7 +147,7 @@ class HandleRouter:
         if not self._routes.is_filled:
             self._wait(call, BUCKET_WAIT_S)
             return
-        endpoint = self._endpoint_of(call.endpoint)
+        endpoint = self._get_endpoint(call.endpoint)
         if endpoint is None:
             self._wait(call, ENDPOINT_GRACE_S)
             return
@@ -164,7 +164,7 @@ class HandleRouter:
             path="",
             route="",
             query="",
-            headers=headers_of(call.trace),
+            headers=get_headers(call.trace),
             body=call.body,
             request_id=call.request_id,
             traceparent=call.traceparent,
@@ -184,11 +184,11 @@ class HandleRouter:
         def on_error(_routed: Call, error: ServeError) -> None:
             call.fail(error)
 
-        routed = self._dispatcher.begin(spec, on_response, on_error)
+        routed = self._dispatcher.start(spec, on_response, on_error)
         if call.outcome is None:
             call.routed = routed
 
-    def _endpoint_of(self, name: str) -> Endpoint | None:
+    def _get_endpoint(self, name: str) -> Endpoint | None:
         """The endpoint of that tag, or for ``app/`` the application's ingress; None when there is none."""
         if not name.endswith("/"):
             return self._routes.endpoints.get(EndpointTag(name))
@@ -259,7 +259,7 @@ class HandleRouter:
         if response.stream is None:
             call.finish(CallOutcome(body=response.body))
             return
-        call.routed = routed  # the response may arrive before `begin` returns
+        call.routed = routed  # the response may arrive before `start` returns
         call.work = self._tasks.start(self._read_stream(call, routed, response.stream), "answer")
 
     async def _read_stream(self, call: HandleCall, routed: Call, body: ResponseBody) -> None:

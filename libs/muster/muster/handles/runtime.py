@@ -40,7 +40,7 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread, Mailbox
 
 _OWN_VARIABLES: Final = {
-    "MUSTER_CLIENT_CREDS": "MUSTER_NATS_CREDS",
+    "MUSTER_CLIENT_CREDS_FILE": "MUSTER_NATS_CREDS_FILE",
     "MUSTER_CLIENT_PASSWORD": "MUSTER_NATS_PASSWORD",
     "MUSTER_CLIENT_PASSWORD_FILE": "MUSTER_NATS_PASSWORD_FILE",
 }
@@ -58,9 +58,9 @@ def find_bus_outside_replica(
 ) -> BusSettings:
     """Find a stack for a process that is no replica: ``nats``, MUSTER_NATS_URL, or one in ``directory`` or its parents.
 
-    Credentials are the file MUSTER_CLIENT_CREDS, or those stored with the stack. For a NATS with plain users the user
-    is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or that of the same user in the URL. Raises
-    `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
+    Credentials are the file MUSTER_CLIENT_CREDS_FILE, or those stored with the stack. For a NATS with plain users the
+    user is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or that of the same user in the URL.
+    Raises `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
 
     Why a role of its own, `Role.CLIENT`: a program that can send pickles to replicas runs code there, which tools with
     the admin's credentials need not.
@@ -74,7 +74,7 @@ def find_bus_outside_replica(
         name: value
         for name, value in variables.items()
         if not name.startswith(
-            ("MUSTER_NATS_CREDS", "MUSTER_NATS_PASSWORD", "MUSTER_NATS_USER", "MUSTER_CLIENT_")
+            ("MUSTER_NATS_CREDS_FILE", "MUSTER_NATS_PASSWORD", "MUSTER_NATS_USER", "MUSTER_CLIENT_")
         )
     }
     own |= {known: variables[name] for name, known in _OWN_VARIABLES.items() if variables.get(name)}
@@ -138,7 +138,7 @@ class _Parts:
         self._timers = RequestTimers(dispatcher, routes, outgoing, models)
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
         self._bus.on_connected.append(dispatcher.bus_reconnected)
-        self._bus.on_answers_again.append(dispatcher.bus_answers_again)
+        self._bus.on_bus_responds_again.append(dispatcher.bus_responds_again)
         self._login = login
         self._loop = loop
 
@@ -281,14 +281,14 @@ def connect(
     established; raises `BusUnavailable` when nothing is given and no stack is found, `BadField` for invalid values.
     """
     overrides = {
-        "MUSTER_CLIENT_CREDS": creds,
+        "MUSTER_CLIENT_CREDS_FILE": creds,
         "MUSTER_CLIENT_USER": user,
         "MUSTER_CLIENT_PASSWORD": password,
         "MUSTER_SUBJECT_PREFIX": subject_prefix,
     }
     variables = {**os.environ, **{name: value for name, value in overrides.items() if value is not None}}
     if creds is None and (user or password):
-        variables.pop("MUSTER_CLIENT_CREDS", None)
+        variables.pop("MUSTER_CLIENT_CREDS_FILE", None)
     use(find_bus_outside_replica(variables, Path.cwd(), nats))
 
 

@@ -17,10 +17,10 @@ M = TypeVar("M")
 
 @final
 class ModelCache(Generic[M]):
-    """At most ``places`` models by their id, the least recently used first."""
+    """At most ``slots_max`` models by their id, the least recently used first."""
 
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self, slots_max: int) -> None:
+        self._slots_max = slots_max
         self._models: OrderedDict[str, M] = OrderedDict()
 
     def __len__(self) -> int:
@@ -30,9 +30,9 @@ class ModelCache(Generic[M]):
         return iter(self._models)
 
     @property
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """True when another model may be added."""
-        return self._places == UNLIMITED or len(self._models) < self._places
+        return self._slots_max == UNLIMITED or len(self._models) < self._slots_max
 
     def use(self, model_id: str) -> M | None:
         """Return the model and mark it as most recently used; None when it is not held."""
@@ -43,7 +43,7 @@ class ModelCache(Generic[M]):
 
     def put(self, model_id: str, model: M) -> None:
         """Add a model; the cache must have room."""
-        assert self.has_room
+        assert self.has_free_slot
         assert model_id not in self._models
         self._models[model_id] = model
 

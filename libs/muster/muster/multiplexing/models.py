@@ -19,7 +19,7 @@ from muster.per_instance import PerInstance, is_method
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
 from serve_common.telemetry.catalogue.replicas import MODEL_EVICTIONS, MODEL_LOAD_SECONDS, MODEL_LOADS, MODELS
-from serve_common.telemetry.metrics import measures
+from serve_common.telemetry.metrics import process_metrics
 
 _log = structlog.get_logger(__name__)
 
@@ -74,15 +74,15 @@ def _release(holder: list[Any]) -> bool:
     return reference() is not None
 
 
-PLACE_WAIT_S: Final = 10.0
+SLOT_WAIT_S: Final = 10.0
 """Seconds that a load waits for an idle model to evict."""
 
 Load = Callable[[], Awaitable[Any]]
 
-_LOADED: Final = measures.level(MODELS)
-_LOADS: Final = measures.total(MODEL_LOADS)
-_LOAD_SECONDS: Final = measures.distribution(MODEL_LOAD_SECONDS)
-_EVICTIONS: Final = measures.total(MODEL_EVICTIONS)
+_LOADED: Final = process_metrics.level(MODELS)
+_LOADS: Final = process_metrics.total(MODEL_LOADS)
+_LOAD_SECONDS: Final = process_metrics.distribution(MODEL_LOAD_SECONDS)
+_EVICTIONS: Final = process_metrics.total(MODEL_EVICTIONS)
 _OK: Final = ("ok",)
 _ERROR: Final = ("error",)
 
@@ -111,7 +111,7 @@ class Models:
 
     A model is in use until the tasks that got it have ended, and is not closed before. So a model that is needed keeps
     its place, and a load that needs a place waits for an idle model. Two rules prevent a deadlock: a task that itself
-    waits for a model does not keep others in use, and after `PLACE_WAIT_S` the least recently used model is evicted
+    waits for a model does not keep others in use, and after `SLOT_WAIT_S` the least recently used model is evicted
     although it is in use. It is closed when its users are done; until then there is one model more in memory than
     allowed.
 
@@ -126,7 +126,7 @@ class Models:
         """Models that wait for a place."""
         self._waiting_tasks: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, and so use no other one meanwhile."""
-        self._waiting_for_place: list[asyncio.Future[None]] = []
+        self._waiting_for_slot: list[asyncio.Future[None]] = []
         self._num_loaded = 0
         self._tasks = TaskOwner(f"models.{name}")
         self._base_context = base_context.copy()
@@ -171,7 +171,7 @@ class Models:
             if model.is_evicted:
                 self._base_context.run(self._start, self._close(model), model.model_id)
             else:
-                self._notify_place_waiters()
+                self._notify_slot_waiters()
 
         task.add_done_callback(on_done)
 
@@ -181,7 +181,7 @@ class Models:
         model.waiting[loaded] = task
         if task is not None:
             self._waiting_tasks.add(task)
-            self._notify_place_waiters()  # models that this task used may be evicted now
+            self._notify_slot_waiters()  # models that this task used may be evicted now
         try:
             await loaded
         finally:
@@ -219,7 +219,7 @@ class Models:
         failure: BaseException | None = None
         started_at: float | None = None
         try:
-            await self._take_place(model)
+            await self._take_slot(model)
             started_at = self.loop.time()
             model.holder.append(await load())
             model.is_loaded = True
@@ -240,14 +240,14 @@ class Models:
             _LOAD_SECONDS.observe(self.loop.time() - started_at)
         self._notify(model, failure)
         failure = None  # its traceback holds this frame
-        self._notify_place_waiters()
+        self._notify_slot_waiters()
         publish_models()
 
-    async def _take_place(self, model: _Model) -> None:
+    async def _take_slot(self, model: _Model) -> None:
         """Give ``model`` a place in the cache; another one may have to be evicted first."""
         evicted: _Model | None = None
-        wait_until = self.loop.time() + PLACE_WAIT_S
-        while not self._cache.has_room:
+        wait_until = self.loop.time() + SLOT_WAIT_S
+        while not self._cache.has_free_slot:
             evicted = self._evict(self._is_idle)
             if evicted is None and self.loop.time() >= wait_until:
                 evicted = self._evict(lambda other: other.is_loaded)
@@ -278,7 +278,7 @@ class Models:
 
     async def _wait_for_change(self, wait_until: float) -> None:
         change: asyncio.Future[None] = self.loop.create_future()
-        self._waiting_for_place.append(change)
+        self._waiting_for_slot.append(change)
         # All may still be loading, for an unknown time; then checking again gains nothing.
         try:
             async with asyncio.timeout_at(wait_until if self.loop.time() < wait_until else None):
@@ -286,10 +286,10 @@ class Models:
         except TimeoutError:
             pass
         finally:
-            self._waiting_for_place.remove(change)
+            self._waiting_for_slot.remove(change)
 
-    def _notify_place_waiters(self) -> None:
-        for change in self._waiting_for_place:
+    def _notify_slot_waiters(self) -> None:
+        for change in self._waiting_for_slot:
             if not change.done():
                 change.set_result(None)
 

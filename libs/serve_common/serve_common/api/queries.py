@@ -6,20 +6,27 @@ Why pages: a reply must fit one NATS message (1 MiB by default), and lists grow 
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import msgspec
 
-from serve_common.api.commands import Request
+from serve_common.api import views as v
+from serve_common.api.commands import Command, Reply_co, Request
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import GoalId
 
 PAGE_LIMIT_MAX = 10_000
 
 
-class Query(Request, frozen=True, kw_only=True):
+class Query(Request[Reply_co], frozen=True, kw_only=True):
     """Base of all queries."""
 
 
-class PagedQuery(Query, frozen=True, kw_only=True):
+class PagedQuery(Query[Reply_co], frozen=True, kw_only=True):
     """Base of queries for lists."""
+
+    ordered_by: ClassVar[str]
+    """Field of the items that has their name."""
 
     limit: int | None = None
     """Most items to return, 1 to `PAGE_LIMIT_MAX`; None: all."""
@@ -27,52 +34,76 @@ class PagedQuery(Query, frozen=True, kw_only=True):
     """The last name of the previous page; empty for the first page."""
 
 
-class GetDeploymentInfo(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetDeploymentInfo(Query[v.DeploymentView], frozen=True, kw_only=True):
     """Get one deployment. An unknown name is refused with `not_found`."""
 
+    verb = "get_deployment_info"
     name: str
+    """``deployment`` or ``app/deployment``."""
 
 
-class ListDeployments(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ListDeployments(PagedQuery[list[v.DeploymentView]], frozen=True, kw_only=True):
     """List all deployments."""
 
+    verb = "list_deployments"
+    ordered_by = "name"
     include_deleted: bool = False
     """Include deleted deployments that are still retained."""
 
 
-class GetAllApplications(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetAllApplications(PagedQuery[list[v.ApplicationView]], frozen=True, kw_only=True):
     """List all applications."""
 
+    verb = "get_all_applications"
+    ordered_by = "name"
 
-class GetAllBackends(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetAllBackends(PagedQuery[list[v.BackendView]], frozen=True, kw_only=True):
     """List all backends, those of deployments included."""
 
+    verb = "get_all_backends"
+    ordered_by = "backend_tag"
 
-class GetBackendConfig(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetBackendConfig(Query[v.BackendConfigView], frozen=True, kw_only=True):
     """Get the configuration of one backend. An unknown tag is refused with `not_found`."""
 
+    verb = "get_backend_config"
     backend_tag: str
+    """Tag of the backend or deployment."""
 
 
-class GetAllEndpoints(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetAllEndpoints(PagedQuery[list[v.EndpointView]], frozen=True, kw_only=True):
     """List all endpoints."""
 
+    verb = "get_all_endpoints"
+    ordered_by = "endpoint_tag"
 
-class GetHttpConfig(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetHttpConfig(Query[HttpOptions], frozen=True, kw_only=True):
     """Get the HTTP options of all proxies."""
 
+    verb = "get_http_config"
 
-class GetHttpProxies(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetHttpProxies(PagedQuery[list[v.ProxyView]], frozen=True, kw_only=True):
     """List all proxies that reported recently."""
 
+    verb = "get_http_proxies"
+    ordered_by = "proxy_id"
 
-class GetHosts(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetHosts(PagedQuery[list[v.HostView]], frozen=True, kw_only=True):
     """List all hosts that reported recently."""
 
+    verb = "get_hosts"
+    ordered_by = "host_id"
 
-class GetStatus(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetStatus(Query[v.StatusView], frozen=True, kw_only=True):
     """Get the status of the whole system."""
 
+    verb = "get_status"
     replicas: bool = True
     """False leaves out individual replicas, which make the reply long."""
     deployments: bool = True
@@ -80,30 +111,40 @@ class GetStatus(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pages."""
 
 
-class GetAutoscaling(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetAutoscaling(PagedQuery[list[v.AutoscalingView]], frozen=True, kw_only=True):
     """List the last load, decision and reason of each autoscaled backend."""
 
+    verb = "get_autoscaling"
+    ordered_by = "backend_tag"
 
-class GetLoad(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetLoad(Query[v.LoadView], frozen=True, kw_only=True):
     """Scrape all services now and sum up their load."""
 
+    verb = "get_load"
 
-class GetSnapshot(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetSnapshot(PagedQuery[list[v.SnapshotView]], frozen=True, kw_only=True):
     """List a summary of every deployment, deleted ones included."""
 
+    verb = "get_snapshot"
+    ordered_by = "name"
 
-class GetEvents(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class GetEvents(Query[list[v.EventView]], frozen=True, kw_only=True):
     """Get recent events, the oldest first."""
 
+    verb = "get_events"
     limit: int = 100
     """Number of the newest events to return, 1 to 1,000."""
     subject: str | None = None
     """Only events of this deployment, backend, endpoint, host, proxy or goal; None: all."""
 
 
-class GetHistory(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetHistory(Query[list[v.HistoryView]], frozen=True, kw_only=True):
     """Get entries of the audit log, the newest first."""
 
+    verb = "get_history"
     limit: int = 50
     """Most entries to return, 1 to 500."""
     subject: str | None = None
@@ -112,59 +153,48 @@ class GetHistory(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Only entries with a lower id, for the next page; None: from the newest."""
 
 
-class GetRevisions(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetRevisions(Query[list[v.RevisionView]], frozen=True, kw_only=True):
     """Get the revisions of a deployment or backend, the newest first, that `rollback` can return to."""
 
+    verb = "get_revisions"
     name: str
+    """Name of the deployment, or tag of the backend."""
 
 
-class GetBackup(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GetBackup(Query[v.BackupPage], frozen=True, kw_only=True):
     """Get a page of a backup's file: everything that is deployed at one moment."""
 
+    verb = "get_backup"
     backup_id: str = ""
     """Id that came with the first page; empty takes a new backup. A backup expires after a minute without requests, and
     on a change of leader: then the reply is `not_found`, and the client starts over."""
     page: int = 0
+    """Number of the page, from 0."""
 
 
 WAIT_TIMEOUT_S_MAX = 30.0
 
 
-class WaitForGoal(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WaitForGoal(Query[v.GoalView], frozen=True, kw_only=True):
     """Wait until a goal ends or the timeout passes. An unknown id is refused with `not_found`."""
 
+    verb = "wait_for_goal"
     goal_id: GoalId
+    """Goal to wait for, from the reply to a command."""
     timeout_s: float = 10.0
     """Seconds to wait, 0 to `WAIT_TIMEOUT_S_MAX`; to wait longer, repeat the query."""
 
 
-class Plan(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Plan(Query[v.PlanView], frozen=True, kw_only=True):
     """Get what a command would do, without doing it."""
 
-    verb: str
+    verb = "plan"
+    command_verb: str = msgspec.field(name="verb")
     """Verb of the command, such as ``deploy``."""
     request: msgspec.Raw = msgspec.Raw(b"{}")
     """The command itself."""
 
-
-AnyQuery = (
-    GetDeploymentInfo
-    | ListDeployments
-    | GetAllApplications
-    | GetAllBackends
-    | GetBackendConfig
-    | GetAllEndpoints
-    | GetHttpConfig
-    | GetHttpProxies
-    | GetHosts
-    | GetStatus
-    | GetAutoscaling
-    | GetLoad
-    | GetSnapshot
-    | GetEvents
-    | GetHistory
-    | GetRevisions
-    | GetBackup
-    | WaitForGoal
-    | Plan
-)
+    @classmethod
+    def for_command(cls, command: Command[Any]) -> Plan:
+        """Build the query for what ``command`` would do."""
+        return cls(command_verb=command.verb, request=msgspec.Raw(msgspec.json.encode(command)))

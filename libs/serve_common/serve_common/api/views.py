@@ -24,13 +24,16 @@ class GoalStatus(Enum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     SUPERSEDED = "superseded"
+    """A later change of the same object replaced it before it ended."""
 
 
 class GoalView(msgspec.Struct, frozen=True, kw_only=True):
     """One goal as callers see it; also what is published on ``serve.event.goal.<goal_id>``."""
 
     goal_id: GoalId
+    """Id of the goal."""
     status: GoalStatus
+    """Whether the change is in progress, and otherwise how it ended."""
     error: str = ""
     """FAILED: the user's traceback or the reason. SUPERSEDED: the goal that replaced it."""
     message: str = ""
@@ -41,8 +44,11 @@ class DeploymentStatus(Enum):
     """Health of a deployment as a whole."""
 
     UPDATING = "updating"
+    """A change is in progress."""
     HEALTHY = "healthy"
+    """As many replicas serve as are wanted. The last change may have failed and been undone; then `message` says so."""
     UNHEALTHY = "unhealthy"
+    """Fewer replicas serve than are wanted, or the first version failed."""
     DELETING = "deleting"
     DELETED = "deleted"
 
@@ -51,30 +57,45 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica; ``state`` is its state in the controller."""
 
     replica_tag: str
+    """``app/backend#ordinal``."""
     state: str
+    """``should_start`` (waits for a host), ``starting``, ``running``, ``updating`` (gets a new configuration),
+    ``unhealthy``, ``should_stop`` or ``stopping``. Requests go to ``running`` and ``updating`` ones only."""
     host_id: str | None
+    """Host that it was placed on; None while it waits for one."""
     version: str | None
+    """The user's name for the code that it runs; None is unversioned."""
     message: str = ""
+    """Why it waits, failed or is unhealthy; empty when it is healthy."""
 
 
 class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     """One deployment."""
 
     name: str
+    """``app/deployment``."""
     status: DeploymentStatus
+    """Health of the deployment."""
     message: str
     """Why it is not healthy, or the last goal's error; empty when it is healthy."""
     route_prefix: str | None
+    """HTTP path prefix; None is headless."""
     methods: list[str]
+    """Accepted HTTP methods."""
     version: str | None
     """The target version; None is unversioned."""
     code_version: int
     """Number of code changes of this deployment."""
     backend_config: BackendConfig
+    """Target number and treatment of replicas."""
     replica_config: ReplicaConfig
+    """Target code, and resources of each replica."""
     goal_id: GoalId
+    """Goal of the last change."""
     goal_status: GoalStatus
+    """Status of that goal; `GoalStatus.SUCCEEDED` also for one that is no longer retained."""
     replicas: list[ReplicaView]
+    """Replicas, the oldest first. Empty where the query leaves them out, and for a deleted deployment."""
     application: str = ""
     """Name of its application; empty for a deployment that was deployed by itself."""
     is_ingress: bool = False
@@ -84,65 +105,94 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None = None
     """When it was deleted, in seconds since 1970; None while it exists."""
     endpoint_options: EndpointOptions = EndpointOptions()
+    """Options of the deployment's endpoint."""
 
 
 class ApplicationView(msgspec.Struct, frozen=True, kw_only=True):
     """One application."""
 
     name: str
+    """Name of the application."""
     status: DeploymentStatus
     """The worst status of its deployments."""
     message: str
+    """Why it is not healthy, or the last goal's error; empty when it is healthy."""
     route_prefix: str | None
+    """HTTP path prefix of the ingress; None is headless."""
     ingress: str
     """The deployment that the route leads to."""
     deployments: list[str]
+    """Names of its deployments, as ``app/deployment``."""
     goal_id: GoalId
+    """Goal of the last change."""
     goal_status: GoalStatus
+    """Status of that goal; `GoalStatus.SUCCEEDED` also for one that is no longer retained."""
 
 
 class BackendView(msgspec.Struct, frozen=True, kw_only=True):
     """One backend and its replicas."""
 
     backend_tag: str
+    """Tag of the backend."""
     backend_config: BackendConfig
+    """Target number and treatment of replicas."""
     replica_config: ReplicaConfig
+    """Target code, and resources of each replica."""
     replicas: list[ReplicaView]
+    """Replicas, the oldest first."""
     status: DeploymentStatus = DeploymentStatus.HEALTHY
+    """Health of the backend."""
     message: str = ""
+    """Why it is not healthy, or the last goal's error; empty when it is healthy."""
     goal_id: GoalId | None = None
+    """Goal of the last change."""
     goal_status: GoalStatus = GoalStatus.SUCCEEDED
+    """Status of that goal; `GoalStatus.SUCCEEDED` also for one that is no longer retained."""
 
 
 class BackendConfigView(msgspec.Struct, frozen=True, kw_only=True):
     """One backend's configuration."""
 
     backend_tag: str
+    """Tag of the backend."""
     backend_config: BackendConfig
+    """Target number and treatment of replicas."""
     replica_config: ReplicaConfig
+    """Target code, and resources of each replica."""
     version: str | None
+    """The user's name for the target code; None is unversioned."""
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     """One endpoint."""
 
     endpoint_tag: str
+    """Tag of the endpoint."""
     route: str | None
+    """HTTP path prefix; None is headless."""
     methods: list[str]
+    """Accepted HTTP methods."""
     traffic: dict[str, float]
+    """Weight of each backend, 0 to 1; the sum is 1."""
     shadows: dict[str, float] = {}
     """Proportion of requests copied to each shadow backend."""
     options: EndpointOptions = EndpointOptions()
+    """Options of the endpoint."""
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True):
     """One host as of its last report."""
 
     host_id: str
+    """Id of the host."""
     status: str
+    """``live``, ``leaving`` (drains before it ends), ``suspect`` (silent for 3 s) or ``lost`` (silent for 8 s)."""
     report_age_s: float
+    """Seconds since its last report."""
     resources: dict[str, float]
+    """Total resources by Ray's names: CPU, GPU, memory (bytes) and custom ones."""
     num_replicas: int
+    """Replicas placed there, in any state."""
     draining: bool = False
     """Whether `drain_host` has drained it, so that it runs nothing."""
 
@@ -151,16 +201,22 @@ class ProxyView(msgspec.Struct, frozen=True, kw_only=True):
     """One proxy as of its last report."""
 
     proxy_id: str
+    """Id of the proxy."""
     status: str
+    """``live``, ``leaving`` (finishes its requests before it ends) or ``lost`` (silent)."""
     report_age_s: float
+    """Seconds since its last report."""
     address: str
+    """Address that it serves HTTP on."""
     applied_snapshot_id: int
+    """Newest snapshot that its router has applied."""
 
 
 class AutoscalingView(msgspec.Struct, frozen=True, kw_only=True):
     """The last load, decision and reason of one backend's autoscaling."""
 
     backend_tag: str
+    """Tag of the backend."""
     paused: str = ""
     """What paused it; empty while it is active."""
     verdict: str = ""
@@ -172,8 +228,11 @@ class AutoscalingView(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int
     """Number of replicas decided on."""
     min_replicas: int
+    """Lower limit of the number of replicas."""
     max_replicas: int
+    """Upper limit of the number of replicas."""
     why: str = ""
+    """Reason for the last decision, or why there is none, for people."""
     source: str = ""
     """``prometheus``, ``scrape`` or empty."""
     decided_at: float | None = None
@@ -186,12 +245,19 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """The whole system at once."""
 
     controller_id: str
+    """Id of the leading controller."""
     epoch: int
+    """Number of its term of leadership."""
     store_available: bool
+    """Whether Postgres answers; without it changes are refused."""
     snapshot_id: int
+    """Newest snapshot that was recorded."""
     deployments: list[DeploymentView]
+    """All deployments; empty if the query leaves them out."""
     hosts: list[HostView]
+    """All hosts that reported recently."""
     proxies: list[ProxyView]
+    """All proxies that reported recently."""
     autoscaling: list[AutoscalingView] = []
     """Autoscaling of each backend that has it."""
     store_restored_at: float | None = None
@@ -202,20 +268,28 @@ class BackupPage(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a backup's file."""
 
     backup_id: str
+    """Id of the backup, for the queries of further pages."""
     page: int
+    """Number of this page, from 0."""
     pages: int
+    """Number of pages of the file."""
     data: bytes
+    """Content of the page."""
 
 
 class SnapshotView(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of one deployment, as in the snapshot of early Ray Serve."""
 
     name: str
+    """``app/deployment``."""
     class_name: str
+    """Class or function that ``import_path`` names."""
     version: str
     """``Unversioned`` for none."""
     route: str | None
+    """HTTP path prefix; None is headless."""
     status: DeploymentStatus
+    """Health of the deployment."""
     start_time: float
     """Seconds since 1970."""
     end_time: float | None
@@ -236,19 +310,26 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     """State of the object after the event."""
     goal_id: GoalId | None = None
+    """Goal that the event belongs to, if any."""
 
 
 class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
     """One accepted change."""
 
     id: int
+    """Number of the entry; later ones are higher."""
     at: float
-    who: str
+    """When the change was accepted, in seconds since 1970."""
+    principal: str
     """Name that the client claims, unverified. Printable, at most 200 characters; empty if it claims none."""
     epoch: int
+    """Term of leadership of the controller that accepted it."""
     verb: str
+    """Verb of the command."""
     subject: str
+    """Name, tag or id of the object that the command names."""
     goal_id: GoalId | None
+    """Goal of the change; None if there was nothing to wait for."""
     request: Any
     """The command."""
     old: Any = None
@@ -261,15 +342,23 @@ class RevisionView(msgspec.Struct, frozen=True, kw_only=True):
     """One revision of a deployment or backend."""
 
     revision: int
+    """Number of the revision, for `Rollback`; later ones are higher."""
     at: float
+    """When it was accepted, in seconds since 1970."""
     goal_id: GoalId
+    """Goal of the change that made it."""
     status: GoalStatus
     """Status of its goal."""
     is_current: bool
+    """Whether it equals the last version that succeeded."""
     version: str | None
+    """The user's name for its code; None is unversioned."""
     import_path: str
+    """``module:attribute`` of its code."""
     num_replicas: int
+    """Number of replicas that it asked for."""
     route_prefix: str | None = None
+    """HTTP path prefix; None is headless."""
 
 
 class PlannedAction(Enum):
@@ -278,16 +367,20 @@ class PlannedAction(Enum):
     START = "start"
     STOP = "stop"
     RECONFIGURE = "reconfigure"
+    """Give a running replica the new configuration."""
 
 
 class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan does to one replica, and why."""
 
     action: PlannedAction
+    """What is done to the replica."""
     backend_tag: str
+    """Tag of the replica's backend."""
     replica_tag: str | None
     """None: a new replica."""
     why: str
+    """Reason, for people."""
 
 
 class PlanView(msgspec.Struct, frozen=True, kw_only=True):
@@ -296,6 +389,7 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     updating: bool
     """False: there is nothing to do."""
     replicas: list[PlannedReplica]
+    """Replicas that the command starts, stops or reconfigures."""
     notes: list[str]
     """Other changes, and obstacles, for people."""
 
@@ -304,7 +398,9 @@ class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one endpoint over all proxies since each of them started; two of these give a rate."""
 
     endpoint_tag: str
+    """Tag of the endpoint."""
     requests: float
+    """Requests answered, whatever the status."""
     errors: float
     """Requests answered with status 500 and above."""
     seconds_buckets: dict[str, float]
@@ -315,8 +411,11 @@ class BackendLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Current load of one backend."""
 
     backend_tag: str
+    """Tag of the backend."""
     in_flight: float
+    """Requests that its replicas work on."""
     queued: float
+    """Requests that wait for one of its replicas in routers."""
 
 
 class LoadView(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,6 +424,8 @@ class LoadView(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     endpoints: list[EndpointLoad]
+    """Counters of each endpoint."""
     backends: list[BackendLoad]
+    """Current load of each backend."""
     unreachable: list[str]
     """Addresses of services that did not respond in time."""

@@ -49,8 +49,9 @@ class AutoscalingQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Expression that returns one number: a scalar, or a vector of at most one element; an empty one means no data.
     ``$backend_tag``, ``$look_back`` (such as ``30s``) and ``$deployment`` are substituted."""
     target: float
-    """Desired load per replica (`TOTAL`), or desired average (`PER_REPLICA`)."""
+    """Desired load per replica (`QueryMeaning.TOTAL`), or desired average (`QueryMeaning.PER_REPLICA`)."""
     meaning: QueryMeaning = QueryMeaning.TOTAL
+    """How the expression's result becomes a number of replicas."""
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +65,7 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     initial_replicas: int | None = None
     """Replicas started by the first deploy, and by a deploy of new code at zero replicas; None means `min_replicas`."""
     max_replicas: int = 1
+    """Upper limit, at least `min_replicas`."""
     target_ongoing_requests: float = 2.0
     """Target number of requests per replica, waiting ones included."""
     metrics_interval_s: float = 10.0
@@ -81,7 +83,9 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     downscale_to_zero_delay_s: float | None = None
     """Like `downscale_delay_s`, for removing the last replica; None means the same value."""
     aggregation_function: AggregationFunction = AggregationFunction.MEAN
+    """How the load over the look-back period becomes one number."""
     policy: AutoscalingPolicy = AutoscalingPolicy()
+    """A function that decides the number of replicas; the default policy unless set."""
     query: AutoscalingQuery | None = None
     """Source of the load instead of ongoing requests; not in Ray Serve."""
     panic_threshold: float = 2.0
@@ -140,7 +144,7 @@ def _check_query(query: AutoscalingQuery, field: str) -> None:
     check_between(query.target, 1e-9, 1e12, f"{field}.target")
 
 
-class LoadReading(msgspec.Struct, frozen=True, kw_only=True):
+class LoadPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of the load; not in Ray Serve."""
 
     at: float
@@ -163,7 +167,9 @@ class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment and its load at the time of a decision; the names are Ray Serve's."""
 
     deployment_name: str
+    """Name of the deployment, without that of its application."""
     app_name: str
+    """Name of its application."""
     current_num_replicas: int
     """Replicas that run now."""
     target_num_replicas: int
@@ -171,16 +177,20 @@ class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
     total_num_requests: float
     """Running and waiting requests over ``look_back_period_s``, or the result of the configured query."""
     total_queued_requests: float
+    """The part of `total_num_requests` that waited for a replica."""
     capacity_adjusted_min_replicas: int
-    """``min_replicas``; the function's result is clamped to these two."""
+    """Lower limit of the function's result: ``min_replicas``."""
     capacity_adjusted_max_replicas: int
+    """Upper limit of the function's result: ``max_replicas``."""
     policy_state: dict[str, Any]
     """State that the function returned with its last number; empty at first, and after a change of leader."""
     last_scale_up_time: float | None
-    """Seconds since 1970, like all times here."""
+    """When replicas were last added, in seconds since 1970; None: not in this term of leadership."""
     last_scale_down_time: float | None
+    """When replicas were last removed, in seconds since 1970; None: not in this term of leadership."""
     current_time: float
-    readings: list[LoadReading] = []
+    """Time of the decision, in seconds since 1970."""
+    samples: list[LoadPoint] = []
     """The latest samples of the load, the oldest first; not in Ray Serve."""
 
     @property

@@ -128,11 +128,14 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     packing_num: int = 3
     """Consecutive requests to one replica, with `ReplicaPolicyName.FIXED_PACKING`."""
     backpressure_config: BackpressureConfig = BackpressureConfig()
+    """Response to a request when the queue is full."""
     outlier_ejection: OutlierEjection = OutlierEjection()
+    """When a router ejects a replica that keeps failing."""
     retry_budget_percent: float = 20.0
     """Share of a router's requests to this backend that may be retries after a loss, in % over ten seconds; ten
     retries in that time are always allowed."""
     circuit_breaker: CircuitBreaker = CircuitBreaker()
+    """When a router stops sending to the backend for a while."""
 
 
 def check_backend_config(config: BackendConfig, field: str = "backend_config") -> BackendConfig:
@@ -205,7 +208,7 @@ def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
         raise BadField(f"{field}.{path.rstrip('`')}" if path else field, text) from error
 
 
-def _within(known: Any, given: Any) -> Any:
-    if isinstance(known, msgspec.Struct) and isinstance(given, Mapping):
-        return {**msgspec.to_builtins(known), **given}
-    return given
+def _within(known: Any, overrides: Any) -> Any:
+    if isinstance(known, msgspec.Struct) and isinstance(overrides, Mapping):
+        return {**msgspec.to_builtins(known), **overrides}
+    return overrides

@@ -66,7 +66,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_alive_timeout_s: float = 90.0
     """Seconds that a connection may be idle between two requests."""
     middlewares: list[str] = []
-    """Middlewares as ``module:attribute``, imported by the proxies; the first is the outermost."""
+    """Middlewares as ``module:attribute``, imported by the proxies; at most `MIDDLEWARES_MAX`, the first is
+    the outermost."""
     access_log: bool = False
     """Whether each HTTP request is logged in one line when it has ended."""
 

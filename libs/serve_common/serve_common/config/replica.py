@@ -48,7 +48,9 @@ class RayActorOptions(
     """Resources and environment of one replica's Ray actor; names and defaults as in Ray Serve."""
 
     num_cpus: float = 1.0
+    """CPUs to reserve, for each replica; fractions are allowed."""
     num_gpus: float = 0.0
+    """GPUs to reserve, for each replica; fractions are allowed."""
     memory: float = 0.0
     """Bytes to reserve; 0 reserves none."""
     resources: dict[str, float] = {}
@@ -65,8 +67,11 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     app_dir: str = ""
     """Directory that comes first on ``sys.path``, as the replica hosts see it; empty for none."""
     init_args: list[Any] = []
+    """Positional arguments of the constructor; JSON of at most 64 KiB."""
     init_kwargs: dict[str, Any] = {}
+    """Keyword arguments of the constructor; JSON of at most 64 KiB."""
     ray_actor_options: RayActorOptions = RayActorOptions()
+    """Resources and environment of each replica."""
 
 
 def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:

@@ -28,7 +28,7 @@ _METHODS: Final = frozenset(METHODS)
 class ShadowOutcome(Enum):
     """Result of a shadow copy of a request."""
 
-    ANSWERED = "answered"
+    RESPONDED = "answered"
     """The response had a status below 500."""
     ERROR = "error"
     """The backend responded with a failure."""
@@ -97,11 +97,11 @@ class Endpoint:
         "route",
         "shadows",
         "split",
+        "stats",
         "tag",
-        "tally",
     )
 
-    def __init__(self, snapshot: EndpointSnapshot, tally: RequestStats) -> None:
+    def __init__(self, snapshot: EndpointSnapshot, stats: RequestStats) -> None:
         self.tag = snapshot.endpoint_tag
         self.route = snapshot.route or ""
         self.methods = frozenset(snapshot.methods)
@@ -113,7 +113,7 @@ class Endpoint:
             (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
         )
         self.options = snapshot.options
-        self.tally = tally
+        self.stats = stats
 
     def select_backend(self, value: bytes) -> BackendTag | None:
         """The backend that a request selects by the value of its `backend_header`; None without one.
@@ -186,7 +186,7 @@ class FailureDetector:
         self._probed_at.clear()
         self._not_before = now + RECONNECT_GRACE_S
 
-    def heard(self, replica: ReplicaTag) -> None:
+    def on_sign_of_life(self, replica: ReplicaTag) -> None:
         """A message came from ``replica``, which ends the suspicion."""
         self._since.pop(replica, None)
         self._probed_at.pop(replica, None)
@@ -197,7 +197,7 @@ class FailureDetector:
         if now - since < CONFIRM_DEATH_S or now < self._not_before:
             self._probed_at.setdefault(replica, now)
             return False
-        self.heard(replica)
+        self.on_sign_of_life(replica)
         return True
 
     def due(self, now: float) -> list[ReplicaTag]:
@@ -208,7 +208,7 @@ class FailureDetector:
         return due
 
 
-LOSSES_MAX: Final = 10
+LOST_ATTEMPTS_MAX: Final = 10
 """A request that was lost so often, for any reason, is given up."""
 DEATHS_MAX: Final = 2
 """A request whose replica died so often is likely the cause."""
@@ -221,10 +221,10 @@ def can_repeat(method: str, *, has_idempotency_key: bool) -> bool:
     return has_idempotency_key or method in _IDEMPOTENT
 
 
-def may_send_again(*, is_repeatable: bool, has_response_started: bool, losses: int) -> bool:
-    """Whether a request whose replica died or lost it may be retried; ``losses`` includes this loss.
+def may_send_again(*, is_repeatable: bool, has_response_started: bool, lost_attempts: int) -> bool:
+    """Whether a request whose replica died or lost it may be retried; ``lost_attempts`` includes this loss.
 
     Why so strict: a model call can have effects. A request that was refused or never arrived may go elsewhere; one that
     may have started, only if HTTP (idempotent methods) or the client (`Idempotency-Key`) allows running it twice.
     """
-    return is_repeatable and not has_response_started and losses < LOSSES_MAX
+    return is_repeatable and not has_response_started and lost_attempts < LOST_ATTEMPTS_MAX

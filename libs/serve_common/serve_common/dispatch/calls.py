@@ -154,7 +154,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     backend_tag: BackendTag | None = None
     """The backend that the caller selected by name; None lets the traffic policy choose."""
     code_versions: Mapping[BackendTag, int] | None = None
-    """Preferred code versions by backend, from `ReplicaGoal.companions`."""
+    """Preferred code versions by backend, from `ReplicaGoal.peer_versions`."""
     deadline: float
     """Seconds by the loop's clock."""
     shadow_backend: BackendTag | None = None
@@ -170,8 +170,8 @@ class Attempt:
 
     __slots__ = (
         "credit",
-        "has_asked",
-        "heard_at",
+        "has_probed",
+        "last_seen_at",
         "pieces",
         "probed_at",
         "replica",
@@ -186,9 +186,9 @@ class Attempt:
     )
 
     def __init__(
-        self, replica: ReplicaTag, subject: bytes, token: bytes, reply: bytes, ask: RequestSpec
+        self, replica: ReplicaTag, subject: bytes, token: bytes, reply: bytes, spec: RequestSpec
     ) -> None:
-        body = ask.body
+        body = spec.body
         self.replica = replica
         self.subject = subject
         self.token = token
@@ -196,7 +196,7 @@ class Attempt:
         self.pieces: Sequence[memoryview | bytes] = (
             (body,) if len(body) <= FRAME_BODY_BYTES_MAX else split_body(body)
         )
-        self.upload = ask.upload
+        self.upload = spec.upload
         """Replaces ``pieces`` when it is set."""
         self.sent_pieces = 0
         self.taken_pieces = 0
@@ -205,10 +205,10 @@ class Attempt:
         """Frames of the request that had no subscriber."""
         self.credit = WINDOW_FRAMES
         self.sent_at = 0.0
-        self.heard_at = 0.0
+        self.last_seen_at = 0.0
         """When the replica's last message came; initially, when the request was sent."""
         self.probed_at = 0.0
-        self.has_asked = False
+        self.has_probed = False
         """True when frames other than body pieces were sent, or a piece was taken: "no responders" no longer means that
         the request never arrived."""
 
@@ -222,7 +222,7 @@ class Attempt:
     @property
     def has_arrived(self) -> bool:
         """False when all frames sent so far were undeliverable: then nothing was started."""
-        return self.has_asked or self.undelivered < self.sent_pieces
+        return self.has_probed or self.undelivered < self.sent_pieces
 
 
 @final
@@ -236,19 +236,19 @@ class Call:
     __slots__ = (
         "_on_no_responders",
         "_on_reply",
-        "answer",
-        "ask",
         "attempt",
         "credit_owed",
         "is_suspect",
         "key",
-        "losses",
+        "lost_attempts",
         "lost_with",
         "may_queue",
-        "on_answer",
         "on_error",
+        "on_response",
         "reconnect_deadline",
+        "response_reader",
         "router",
+        "spec",
         "status",
         "was_admitted",
     )
@@ -256,31 +256,31 @@ class Call:
     def __init__(
         self,
         key: RequestKey,
-        ask: RequestSpec,
-        on_answer: Callable[[Call, Response], None],
+        spec: RequestSpec,
+        on_response: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
         *,
         on_reply: Callable[[Call, bytes], None],
         on_no_responders: Callable[[Call], None],
     ) -> None:
         self.key = key
-        self.ask = ask
-        self.on_answer: Final = on_answer
+        self.spec = spec
+        self.on_response: Final = on_response
         """Called once with the head of the response."""
         self.on_error: Final = on_error
         """Called once with the reason why there is no response; a broken stream raises in its reader instead."""
         self.may_queue = False
-        """True when it may queue in the replica, after a refusal as busy (`RequestHead.patient`)."""
+        """True when it may queue in the replica, after a refusal as busy (`RequestHead.may_queue`)."""
         self.status = 0
         """Status of the response; 0 before it begins."""
         self.router: Router | None = None
         """The router in whose queue or slot it is; None while it waits for a reconnect."""
         self.attempt: Attempt | None = None
         """The current attempt; None while it waits."""
-        self.answer: ResponseBody | ReplicaSocket | None = None
+        self.response_reader: ResponseBody | ReplicaSocket | None = None
         """Set once the client may have received a part of the response."""
         self.credit_owed = 0
-        self.losses = 0
+        self.lost_attempts = 0
         """How often a replica got it and lost it."""
         self.lost_with: tuple[ReplicaTag, ...] = ()
         """Replicas that died while they had it."""
@@ -297,15 +297,17 @@ class Call:
 
         Only HTTP bodies are processed before they are complete.
         """
-        ask = self.ask
+        spec = self.spec
         return (
-            self.is_whole and (ask.is_repeatable or ask.kind is not RequestKind.HTTP) and self.answer is None
+            self.is_whole
+            and (spec.is_repeatable or spec.kind is not RequestKind.HTTP)
+            and self.response_reader is None
         )
 
     @property
     def is_whole(self) -> bool:
         """True while everything received of the request is still in memory."""
-        return self.ask.upload is None or self.ask.upload.is_from_start
+        return self.spec.upload is None or self.spec.upload.is_from_start
 
     def take_reply(self, payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
         """Process a frame on the reply subject of the current attempt."""
@@ -319,8 +321,8 @@ class Call:
 class CallRegistry(Protocol):
     """Owns the active calls; the dispatcher.
 
-    Why a protocol: snapshot updates, losses and reconnects each end and resend calls for reasons of their own; how a
-    call is sent, and how its slot is released, stays in one place.
+    Why a protocol: responses, snapshot updates, losses and reconnects each end and resend calls for reasons of their
+    own; how a call is sent, and how its slot is released, stays in one place.
     """
 
     @property
@@ -340,8 +342,24 @@ class CallRegistry(Protocol):
         """Release the call's slot or its place in the queue; False when that ended the call."""
         ...
 
+    def responded(self, call: Call) -> None:
+        """The replica has sent its complete response."""
+        ...
+
     def refused(self, call: Call, reason: Refusal) -> None:
         """The replica did not start the request."""
+        ...
+
+    def never_started(self, call: Call) -> None:
+        """The replica is certain that it did not start the request, and will not."""
+        ...
+
+    def request_unknown(self, call: Call) -> None:
+        """The replica does not know the request (any more)."""
+        ...
+
+    def send_interrupted(self, call: Call) -> None:
+        """The bus disconnected before the request was completely sent."""
         ...
 
     def end_with(self, call: Call, error: ServeError) -> None:
@@ -349,7 +367,7 @@ class CallRegistry(Protocol):
         ...
 
     def fail(self, call: Call, error: ServeError) -> None:
-        """As `end_with`, and notify the replica."""
+        """As `end_with`, and notify the replica, which may still work on it."""
         ...
 
 
@@ -362,7 +380,7 @@ class DataPlaneBus(Protocol):
         ...
 
     @property
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         """False while it is not connected, or has not responded to a ping for a while."""
         ...
 

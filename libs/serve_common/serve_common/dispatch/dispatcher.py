@@ -39,7 +39,7 @@ from serve_common.routing.router import Router
 
 @final
 class Dispatcher:
-    """All methods run on the loop; none of them waits, except `ask`."""
+    """All methods run on the loop; none of them waits, except `spec`."""
 
     def __init__(self, routes: Routes, outgoing: Outgoing, *, bus_wait_s: float) -> None:
         """``bus_wait_s`` is how many seconds a request waits for the bus to reconnect."""
@@ -47,57 +47,59 @@ class Dispatcher:
         self._routes = routes
         self._outgoing = outgoing
         self._choosing = RequestPlacement(routes, outgoing)
-        self._losses = LostRequests(self, outgoing)
-        self.failure_detector: Final = self._losses.failure_detector
-        self._changes = SnapshotUpdates(self, routes, self._losses)
+        self._lost_requests = LostRequests(self, outgoing)
+        self.failure_detector: Final = self._lost_requests.failure_detector
+        self._changes = SnapshotUpdates(self, routes, self._lost_requests)
         self._response_reader = ResponseReader(self, outgoing, self.failure_detector)
-        self._parking = PendingReconnect(self, outgoing, self.failure_detector, bus_wait_s=bus_wait_s)
-        self._parked = self._parking.parked
+        self._pending_reconnect = PendingReconnect(
+            self, outgoing, self.failure_detector, bus_wait_s=bus_wait_s
+        )
+        self._pending = self._pending_reconnect.pending
         self._loop = asyncio.get_running_loop()
         self._last_key = 0
         # Bound once: a bound method is an object, and every call needs both.
         self._take_reply = self._response_reader.take
-        self._take_no_responders = self._losses.take_no_responders
+        self._take_no_responders = self._lost_requests.take_no_responders
 
     # -- for handlers --
 
-    def begin(
+    def start(
         self,
-        ask: RequestSpec,
-        on_answer: Callable[[Call, Response], None],
+        spec: RequestSpec,
+        on_response: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
     ) -> Call:
         """Send a request without a future and without a task: exactly one of the callbacks is called, once.
 
-        ``on_answer`` gets the head of the response, in the bus' read path and after the slot was released (if the
+        ``on_response`` gets the head of the response, in the bus' read path and after the slot was released (if the
         response is complete); a stream must be read to its end or given up by `abandon`. ``on_error`` gets the reason
-        why there is no response, possibly before `begin` returns. After `abandon` neither is called. Both may begin and
+        why there is no response, possibly before `start` returns. After `abandon` neither is called. Both may begin and
         abandon other calls; neither may block or raise.
         """
         self._last_key += 1
         call = Call(
             RequestKey(self._last_key),
-            ask,
-            on_answer,
+            spec,
+            on_response,
             on_error,
             on_reply=self._take_reply,
             on_no_responders=self._take_no_responders,
         )
         self.calls[call.key] = call
-        if ask.upload is not None:
-            ask.upload.on_more = lambda: self._response_reader.send_more(call)
-            ask.upload.on_failed = lambda error: self.fail(call, error)
+        if spec.upload is not None:
+            spec.upload.on_more = lambda: self._response_reader.send_more(call)
+            spec.upload.on_failed = lambda error: self.fail(call, error)
         self.submit(call)
         return call
 
-    async def ask(self, ask: RequestSpec) -> tuple[Call, Response]:
-        """`begin` for tasks: return a replica's response; raises a `ServeError` when there is none.
+    async def send(self, spec: RequestSpec) -> tuple[Call, Response]:
+        """`start` for tasks: return a replica's response; raises a `ServeError` when there is none.
 
         When the response has a stream, the caller must read it to its end or call `abandon`.
         """
         waiter: asyncio.Future[Response] = self._loop.create_future()
 
-        def on_answer(_call: Call, response: Response) -> None:
+        def on_response(_call: Call, response: Response) -> None:
             if not waiter.done():  # the task was cancelled, and has not run since
                 waiter.set_result(response)
 
@@ -105,7 +107,7 @@ class Dispatcher:
             if not waiter.done():
                 waiter.set_exception(error)
 
-        call = self.begin(ask, on_answer, on_error)
+        call = self.start(spec, on_response, on_error)
         try:
             return call, await waiter
         except asyncio.CancelledError:
@@ -142,9 +144,9 @@ class Dispatcher:
 
     def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
-        self._parking.bus_reconnected()
+        self._pending_reconnect.bus_reconnected()
 
-    def bus_answers_again(self, since: float) -> None:
+    def bus_responds_again(self, since: float) -> None:
         """The bus was unresponsive from ``since`` until now: conclusions from that are undone.
 
         Call it before later messages are read, and after `bus_reconnected` where the connection was re-established.
@@ -162,9 +164,9 @@ class Dispatcher:
             if call is not None:
                 todo.extend(self._send(call, router, dispatch.replica))
 
-    # -- Outcomes: effects of a replica's frames on a call --
+    # -- effects of a replica's frames on a call --
 
-    def answered(self, call: Call) -> None:
+    def responded(self, call: Call) -> None:
         """Finish a call whose response is complete."""
         router = self._remove(call)
         if router is not None:
@@ -178,15 +180,15 @@ class Dispatcher:
         """End the call without a (complete) response; also for a call that no replica has."""
         if call.key not in self.calls:
             return  # a callback of another call has abandoned this one
-        if call.ask.trace is not None:
-            call.ask.trace.attempt_failed(get_error_type(error), str(error))
+        if call.spec.trace is not None:
+            call.spec.trace.attempt_failed(get_error_type(error), str(error))
         router = self._remove(call)
         if router is not None:
             freed = _leave(router, call, error, self._loop.time())
             if freed:
                 self.perform(router, freed)
-        if call.answer is not None:
-            call.answer.fail(error)
+        if call.response_reader is not None:
+            call.response_reader.fail(error)
         else:
             call.on_error(call, error)
 
@@ -206,10 +208,10 @@ class Dispatcher:
                 call, ReplicaDied("the replica refused a request whose body is partly gone already")
             )
             return
-        if call.ask.trace is not None:
-            call.ask.trace.attempt_failed(reason.value, "the replica did not begin the request")
+        if call.spec.trace is not None:
+            call.spec.trace.attempt_failed(reason.value, "the replica did not begin the request")
         self._outgoing.drop(call)
-        if reason is Refusal.BUSY and not call.may_queue and call.ask.shadow_backend is None:
+        if reason is Refusal.BUSY and not call.may_queue and call.spec.shadow_backend is None:
             call.may_queue = True
             if router.is_only_available(attempt.replica):
                 # It keeps its slot and waits there, in the replica's own order, which is fair to all routers.
@@ -217,29 +219,29 @@ class Dispatcher:
                 return
         self.perform(router, router.refused(call.key, attempt.replica, reason, self._loop.time()))
 
-    def never_begun(self, call: Call) -> None:
+    def never_started(self, call: Call) -> None:
         """Send a call again that was lost on its way to the replica, as if for the first time."""
-        if call.ask.trace is not None:
-            call.ask.trace.attempt_failed("never_begun", "the request did not arrive")
-        if call.answer is not None or not call.is_whole:
-            self._losses.request_unknown(call)
+        if call.spec.trace is not None:
+            call.spec.trace.attempt_failed("never_begun", "the request did not arrive")
+        if call.response_reader is not None or not call.is_whole:
+            self._lost_requests.request_unknown(call)
         elif self.leave_router(call):
             self.submit(call)
 
     def request_unknown(self, call: Call) -> None:
         """Handle a call that the replica does not know: its response was lost, or the process is another one."""
-        self._losses.request_unknown(call)
+        self._lost_requests.request_unknown(call)
 
     def send_interrupted(self, call: Call) -> None:
         """Handle a call whose body was being sent when the bus disconnected."""
-        self._parking.send_interrupted(call)
+        self._pending_reconnect.send_interrupted(call)
 
     # -- choosing and sending --
 
     def submit(self, call: Call) -> None:
         """Choose a router for a call that has none; it is sent, or waits, or ends."""
         if not self._outgoing.is_connected:
-            self._parking.park(call)
+            self._pending_reconnect.wait_for_bus(call)
             return
         outcome = self._choosing.choose(call)
         if type(outcome) is SendTo:
@@ -250,18 +252,18 @@ class Dispatcher:
                 self.perform(router, freed)
         elif isinstance(outcome, ServeError):
             self.end_with(call, outcome)
-        elif call.ask.trace is not None:
-            call.ask.trace.waits("replica")
+        elif call.spec.trace is not None:
+            call.spec.trace.waits("replica")
 
     def _send(self, call: Call, router: Router, replica: ReplicaTag) -> Sequence[Dispatch]:
         """Start an attempt. A call that cannot be sent releases its slot; returns the dispatches that this allows."""
         try:
-            self._outgoing.begin(call, replica)
+            self._outgoing.start(call, replica)
         except NotConnected:
-            if call.ask.trace is not None:
-                call.ask.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
+            if call.spec.trace is not None:
+                call.spec.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
             freed = self._release(call, router)
-            self._parking.park(call)
+            self._pending_reconnect.wait_for_bus(call)
             return freed
         except FrameUnreadable as error:
             return self._end_unsent(call, router, HeadersTooLarge(str(error)))
@@ -283,10 +285,10 @@ class Dispatcher:
         """Forget the call; return the router in which it still has a slot or a place in the queue."""
         if self.calls.pop(call.key, None) is None:
             return None
-        if self._parked:
-            self._parked.pop(call.key, None)
-        if call.ask.upload is not None:
-            call.ask.upload.close()
+        if self._pending:
+            self._pending.pop(call.key, None)
+        if call.spec.upload is not None:
+            call.spec.upload.close()
         self._outgoing.drop(call)
         router, call.router = call.router, None
         return router
@@ -311,9 +313,9 @@ def _leave(router: Router, call: Call, error: ServeError, now: float) -> Sequenc
     request = call.key
     if isinstance(error, ReplicaError):
         # The replica itself reports that the user's code, or a deployment that it called, took too long.
-        if error.code == DeadlineExceeded.error_code and now >= call.ask.deadline:
+        if error.code == DeadlineExceeded.error_code and now >= call.spec.deadline:
             return router.cancelled(request)
         return router.failed(request, now) if error.status >= 500 else router.finished(request)
     if isinstance(error, ReplicaTimedOut):
-        return router.unanswered(request, now)
+        return router.incomplete(request, now)
     return router.cancelled(request)

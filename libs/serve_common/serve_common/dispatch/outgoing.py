@@ -52,41 +52,41 @@ class Outgoing:
     @property
     def is_bus_responsive(self) -> bool:
         """False while silence of a replica proves nothing."""
-        return self._bus.answers
+        return self._bus.is_responding
 
-    def begin(self, call: Call, replica: ReplicaTag) -> None:
+    def start(self, call: Call, replica: ReplicaTag) -> None:
         """Send the request to ``replica``: a new attempt.
 
         Raises DeadlineExceeded, InboxFull, FrameUnreadable when the head is too large, and as `DataPlaneBus.publish`;
         the caller then drops the attempt.
         """
         now = self._loop.time()
-        ask = call.ask
-        if now >= ask.deadline:
+        spec = call.spec
+        if now >= spec.deadline:
             raise DeadlineExceeded("the deadline is over")
         token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
-        attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask)
-        attempt.sent_at = attempt.heard_at = attempt.probed_at = now
-        traceparent = ask.traceparent
-        if ask.trace is not None:
-            traceparent = ask.trace.attempt_started(replica, may_queue=call.may_queue)
-        upload = ask.upload
+        attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, spec)
+        attempt.sent_at = attempt.last_seen_at = attempt.probed_at = now
+        traceparent = spec.traceparent
+        if spec.trace is not None:
+            traceparent = spec.trace.attempt_started(replica, may_queue=call.may_queue)
+        upload = spec.upload
         first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
         head = RequestHead(
-            ask.kind,
-            ask.method,
-            ask.path,
-            ask.route,
-            ask.query,
-            ask.headers,
-            max(ask.deadline - now, _TIMEOUT_S_MIN),
-            len(ask.body) if upload is None else upload.announced_bytes,
-            ask.endpoint.tag,
-            ask.request_id,
+            spec.kind,
+            spec.method,
+            spec.path,
+            spec.route,
+            spec.query,
+            spec.headers,
+            max(spec.deadline - now, _TIMEOUT_S_MIN),
+            len(spec.body) if upload is None else upload.announced_bytes,
+            spec.endpoint.tag,
+            spec.request_id,
             traceparent,
-            ask.client,
-            ask.scheme,
-            ask.call,
+            spec.client,
+            spec.scheme,
+            spec.call,
             call.may_queue,
         )
         self._bus.publish(attempt.subject, encode_frame(head, first), reply)
@@ -126,7 +126,7 @@ class Outgoing:
             return
         self._credits += 1
         if self._try_publish(attempt, CreditHead(call.credit_owed, self._credits)):
-            attempt.has_asked = True
+            attempt.has_probed = True
             call.credit_owed = 0
 
     def probe(self, call: Call) -> None:
@@ -134,8 +134,8 @@ class Outgoing:
         attempt = call.attempt
         if attempt is not None:
             now = attempt.probed_at = self._loop.time()
-            attempt.has_asked = True
-            self._try_publish(attempt, ProbeHead(now - attempt.sent_at, wants_sign=True))
+            attempt.has_probed = True
+            self._try_publish(attempt, ProbeHead(now - attempt.sent_at))
 
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""
@@ -158,8 +158,8 @@ class Outgoing:
             if call.attempt.upload is not None:
                 call.attempt.upload.restart()
             call.attempt = None
-            if call.ask.trace is not None:
-                call.ask.trace.attempt_ended(call.status)
+            if call.spec.trace is not None:
+                call.spec.trace.attempt_ended(call.status)
 
     def _try_publish(self, attempt: Attempt, head: Head) -> bool:
         """Publish a frame that may be repeated or omitted; False when the bus does not take it."""

@@ -26,10 +26,10 @@ from serve_common.routing.router import Router
 class SnapshotUpdates:
     """Applies snapshots to the routers and to active calls."""
 
-    def __init__(self, keeper: CallRegistry, routes: Routes, losses: LostRequests) -> None:
-        self._keeper = keeper
+    def __init__(self, registry: CallRegistry, routes: Routes, lost_requests: LostRequests) -> None:
+        self._registry = registry
         self._routes = routes
-        self._lost_requests = losses
+        self._lost_requests = lost_requests
         self._loop = asyncio.get_running_loop()
 
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> HttpChange | None:
@@ -58,7 +58,7 @@ class SnapshotUpdates:
             return
         router = self._routes.router(tag)
         applied = router.apply(backend, self._loop.time())
-        self._keeper.perform(router, applied.dispatches)
+        self._registry.perform(router, applied.dispatches)
         self._lost_requests.lose(
             applied.lost,
             router,
@@ -72,37 +72,37 @@ class SnapshotUpdates:
         if router is None:
             return
         dropped = router.drop()
-        waiting = [self._keeper.calls[request] for request in dropped.waiting]
+        waiting = [self._registry.calls[request] for request in dropped.waiting]
         for call in waiting:
             call.router = None
         self._lost_requests.lose(dropped.lost, router, "left with its backend")
         for call in waiting:
-            if call.key in self._keeper.calls:
-                self._keeper.submit(call)
+            if call.key in self._registry.calls:
+                self._registry.submit(call)
 
     def _place_again(self, changed: Collection[EndpointTag]) -> None:
         """Place waiting requests by the current traffic policy; requests in flight are still answered.
 
         Otherwise a request could wait for a backend that gets no more replicas because all traffic left it.
         """
-        for call in list(self._keeper.calls.values()):
-            ask, router = call.ask, call.router
+        for call in list(self._registry.calls.values()):
+            spec, router = call.spec, call.router
             if (
-                ask.endpoint.tag not in changed
+                spec.endpoint.tag not in changed
                 or call.attempt is not None
-                or call.key not in self._keeper.calls
+                or call.key not in self._registry.calls
             ):
                 continue
-            endpoint = self._routes.endpoints.get(ask.endpoint.tag)
+            endpoint = self._routes.endpoints.get(spec.endpoint.tag)
             if endpoint is None:
-                self._keeper.end_with(call, NotFound(f"endpoint {ask.endpoint.tag!r} is gone"))
+                self._registry.end_with(call, NotFound(f"endpoint {spec.endpoint.tag!r} is gone"))
             elif (
                 router is not None
-                and ask.shadow_backend is None
-                and not endpoint.takes(router.backend_tag, ask.backend_tag)
-                and self._keeper.leave_router(call)
+                and spec.shadow_backend is None
+                and not endpoint.takes(router.backend_tag, spec.backend_tag)
+                and self._registry.leave_router(call)
             ):
-                self._keeper.submit(call)
+                self._registry.submit(call)
 
 
 def send_wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused: int = 0) -> None:
@@ -120,7 +120,7 @@ def send_wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused:
         and router.wake_signal.is_due(now, waiting)
         and outgoing.wake(router.backend_tag, waiting)
     ):
-        router.wake_signal.told(now, waiting)
+        router.wake_signal.record_sent(now, waiting)
 
 
 _MAY_HAVE_RUN: Final = "the request was lost and may have run"
@@ -137,36 +137,36 @@ class RequestPlacement:
 
     def choose(self, call: Call) -> SendTo | Queued | ServeError:
         """Submit the call to a router; when an error is returned, it has none."""
-        ask = call.ask
+        spec = call.spec
         # A retry uses the current endpoint.
-        endpoint = self._routes.endpoints.get(ask.endpoint.tag)
+        endpoint = self._routes.endpoints.get(spec.endpoint.tag)
         if endpoint is None:
-            return NotFound(f"endpoint {ask.endpoint.tag!r} is gone")
-        shadow = ask.shadow_backend
-        shard_hash = stable_hash(ask.shard_key) if ask.shard_key else None
+            return NotFound(f"endpoint {spec.endpoint.tag!r} is gone")
+        shadow = spec.shadow_backend
+        shard_hash = stable_hash(spec.shard_key) if spec.shard_key else None
         if shadow is not None:
             router = self._routes.routers.get(shadow)
         elif (stays_with := _suspect_backend(call, endpoint)) is not None:
             router = self._routes.choose_router(endpoint, stays_with)
         else:
-            router = self._routes.choose_router(endpoint, ask.backend_tag, shard_hash)
+            router = self._routes.choose_router(endpoint, spec.backend_tag, shard_hash)
         if router is None:
-            wanted = "backend" if ask.backend_tag is None else f"backend {ask.backend_tag!r}"
+            wanted = "backend" if spec.backend_tag is None else f"backend {spec.backend_tag!r}"
             return NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no {wanted}")
         if router.circuit.is_open or router.is_stopped:
             refusal = self._check_refusal(call, router)
             if refusal is not None:
                 return refusal
         affinity = None
-        if shard_hash is not None or ask.code_versions or (ask.call is not None and ask.call.model_id):
-            affinity = _build_affinity(ask, router.backend_tag, shard_hash)
+        if shard_hash is not None or spec.code_versions or (spec.call is not None and spec.call.model_id):
+            affinity = _build_affinity(spec, router.backend_tag, shard_hash)
         outcome = router.submit(
             call.key,
-            ask.deadline,
+            spec.deadline,
             is_admitted=call.was_admitted,
-            is_spare=shadow is not None,
+            is_shadow=shadow is not None,
             is_suspect=call.is_suspect,
-            wish=affinity,
+            affinity=affinity,
         )
         if type(outcome) is not SendTo:
             if router.is_scaled_to_zero:
@@ -181,13 +181,13 @@ class RequestPlacement:
     def _check_refusal(self, call: Call, router: Router) -> ServeError | None:
         if router.is_stopped:
             router.stopped_refusals += 1
-            if call.losses:
+            if call.lost_attempts:
                 return ReplicaDied(f"{_MAY_HAVE_RUN}; {router.backend_tag!r} was set to no replicas since")
             return BackendStopped(router.backend_tag)
         wait_s = router.circuit.refuse(call.key, self._loop.time())
         if wait_s is None:
             return None
-        if call.losses:
+        if call.lost_attempts:
             return ReplicaDied(f"{_MAY_HAVE_RUN}; the circuit of {router.backend_tag!r} is open")
         return CircuitOpen(router.backend_tag, wait_s)
 
@@ -197,12 +197,12 @@ def _suspect_backend(call: Call, endpoint: Endpoint) -> BackendTag | None:
     if not call.lost_with:
         return None
     backend_tag = parse_backend_tag(call.lost_with[-1])
-    return backend_tag if endpoint.takes(backend_tag, call.ask.backend_tag) else None
+    return backend_tag if endpoint.takes(backend_tag, call.spec.backend_tag) else None
 
 
-def _build_affinity(ask: RequestSpec, backend_tag: BackendTag, shard_hash: int | None) -> Affinity:
+def _build_affinity(spec: RequestSpec, backend_tag: BackendTag, shard_hash: int | None) -> Affinity:
     return Affinity(
-        None if ask.code_versions is None else ask.code_versions.get(backend_tag),
+        None if spec.code_versions is None else spec.code_versions.get(backend_tag),
         shard_hash,
-        "" if ask.call is None else ask.call.model_id,
+        "" if spec.call is None else spec.call.model_id,
     )

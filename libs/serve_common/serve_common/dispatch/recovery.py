@@ -24,9 +24,9 @@ _log = structlog.get_logger(__name__)
 class LostRequests:
     """Retries or fails calls that a replica got and will not answer."""
 
-    def __init__(self, keeper: CallRegistry, outgoing: Outgoing) -> None:
+    def __init__(self, registry: CallRegistry, outgoing: Outgoing) -> None:
         self.failure_detector: Final = FailureDetector()
-        self._keeper = keeper
+        self._registry = registry
         self._outgoing = outgoing
         self._loop = asyncio.get_running_loop()
 
@@ -39,10 +39,10 @@ class LostRequests:
         is_dead = self.failure_detector.no_responders(attempt.replica, now)
         attempt.undelivered += 1
         attempt.credit = 0
-        if attempt.has_arrived or call.answer is not None:
+        if attempt.has_arrived or call.response_reader is not None:
             router.quarantine(attempt.replica, now)
         else:
-            self._keeper.refused(call, Refusal.NO_RESPONDERS)
+            self._registry.refused(call, Refusal.NO_RESPONDERS)
         if is_dead:
             lost = router.replica_gone(attempt.replica, now)
             if lost:
@@ -56,7 +56,7 @@ class LostRequests:
         router = call.router
         if router is not None:
             call.router = None
-            self._keeper.perform(router, router.unanswered(call.key, self._loop.time()))
+            self._registry.perform(router, router.incomplete(call.key, self._loop.time()))
         self._retry_or_fail(call, router, "does not know the request any more")
 
     def lose(
@@ -73,7 +73,7 @@ class LostRequests:
         ``died``: those of them whose replica was not draining, so that they may be the cause of its death;
         ``are_others_left``: other healthy replicas exist, which should be protected.
         """
-        active = self._keeper.calls
+        active = self._registry.calls
         calls = [active[request] for request in requests if request in active]
         for call in calls:
             call.router = None
@@ -88,37 +88,39 @@ class LostRequests:
 
     def _retry_or_fail(self, call: Call, router: Router | None, why: str) -> None:
         """The replica may have started the request and will not answer it. The call has left ``router``."""
-        if call.key not in self._keeper.calls:
+        if call.key not in self._registry.calls:
             return  # a callback of another call has abandoned this one
         replica = "" if call.attempt is None else call.attempt.replica
-        if call.ask.trace is not None:
-            call.ask.trace.attempt_failed("lost", f"the replica {why}")
+        if call.spec.trace is not None:
+            call.spec.trace.attempt_failed("lost", f"the replica {why}")
         self._outgoing.drop(call)
-        call.losses += 1
+        call.lost_attempts += 1
         message = f"replica {replica} {why}; the request may have run"
         if not may_send_again(
-            is_repeatable=call.ask.is_repeatable and call.is_whole,
-            has_response_started=call.answer is not None,
-            losses=call.losses,
+            is_repeatable=call.spec.is_repeatable and call.is_whole,
+            has_response_started=call.response_reader is not None,
+            lost_attempts=call.lost_attempts,
         ):
-            self._keeper.end_with(call, ReplicaDied(message))
+            self._registry.end_with(call, ReplicaDied(message))
         elif len(call.lost_with) >= DEATHS_MAX:
             if router is not None:
                 router.lost_twice += 1
             _log.warning(
                 "request_lost_twice",
-                request_id=call.ask.request_id,
-                endpoint_tag=call.ask.endpoint.tag,
+                request_id=call.spec.request_id,
+                endpoint_tag=call.spec.endpoint.tag,
                 replica_tags=call.lost_with,
             )
             died = " and ".join(call.lost_with)
-            self._keeper.end_with(
+            self._registry.end_with(
                 call, LostTwice(f"replicas {died} died while they had the request, which may be why")
             )
         elif router is not None and not router.may_send_again(self._loop.time()):
-            self._keeper.end_with(call, ReplicaDied(f"{message}, and the backend's retry budget is used up"))
+            self._registry.end_with(
+                call, ReplicaDied(f"{message}, and the backend's retry budget is used up")
+            )
         else:
-            self._keeper.submit(call)
+            self._registry.submit(call)
 
 
 PENDING_RECONNECT_MAX: Final = 10_000
@@ -133,68 +135,68 @@ class PendingReconnect:
 
     def __init__(
         self,
-        keeper: CallRegistry,
+        registry: CallRegistry,
         outgoing: Outgoing,
         failure_detector: FailureDetector,
         *,
         bus_wait_s: float,
     ) -> None:
         """``bus_wait_s`` is how many seconds a request waits for the bus to reconnect."""
-        self.parked: Final[dict[RequestKey, Call]] = {}
+        self.pending: Final[dict[RequestKey, Call]] = {}
         """Waiting calls; they have no router. The code that ends a call removes it."""
-        self._keeper = keeper
+        self._registry = registry
         self._outgoing = outgoing
-        self._suspicions = failure_detector
+        self._failure_detector = failure_detector
         self._bus_wait_s = bus_wait_s
         self._loop = asyncio.get_running_loop()
 
-    def park(self, call: Call) -> None:
+    def wait_for_bus(self, call: Call) -> None:
         """Let a call that has no router wait for the bus, unless it is a shadow copy or too many wait."""
-        if call.ask.shadow_backend is not None:
-            self._keeper.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
+        if call.spec.shadow_backend is not None:
+            self._registry.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
             return
-        if len(self.parked) >= PENDING_RECONNECT_MAX:
-            self._keeper.end_with(
+        if len(self.pending) >= PENDING_RECONNECT_MAX:
+            self._registry.end_with(
                 call, BusUnavailable(f"NATS is away and {PENDING_RECONNECT_MAX} requests wait for it")
             )
             return
-        if call.ask.trace is not None:
-            call.ask.trace.waits("bus")
+        if call.spec.trace is not None:
+            call.spec.trace.waits("bus")
         call.reconnect_deadline = self._loop.time() + self._bus_wait_s
-        self.parked[call.key] = call
+        self.pending[call.key] = call
 
     def send_interrupted(self, call: Call) -> None:
         """The bus disconnected before the request was completely sent."""
         if call.can_restart:
-            if self._keeper.leave_router(call):
-                self.park(call)
+            if self._registry.leave_router(call):
+                self.wait_for_bus(call)
         else:
-            self._keeper.end_with(call, ReplicaDied(_CUT_OFF))
+            self._registry.end_with(call, ReplicaDied(_CUT_OFF))
 
     def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
-        self._suspicions.reconnected(self._loop.time())
-        active = self._keeper.calls
+        self._failure_detector.reconnected(self._loop.time())
+        active = self._registry.calls
         for call in list(active.values()):
             if call.attempt is not None and call.key in active:
                 self._recover(call)
-        parked = list(self.parked.values())
-        self.parked.clear()
-        for call in parked:
+        pending = list(self.pending.values())
+        self.pending.clear()
+        for call in pending:
             call.reconnect_deadline = 0.0
             if call.key in active:
-                self._keeper.submit(call)
+                self._registry.submit(call)
 
     def _recover(self, call: Call) -> None:
         """Recover ``call``, which was in flight when the bus disconnected."""
         attempt = call.attempt
         assert attempt is not None
-        if attempt.is_body_sent or call.answer is not None:
+        if attempt.is_body_sent or call.response_reader is not None:
             self._outgoing.probe(call)
             self._outgoing.grant_credit(call, 0)
         elif call.can_restart:  # pieces may be lost
             self._outgoing.cancel(call)
-            if self._keeper.leave_router(call):
-                self._keeper.submit(call)
+            if self._registry.leave_router(call):
+                self._registry.submit(call)
         else:
-            self._keeper.fail(call, ReplicaDied(_CUT_OFF))
+            self._registry.fail(call, ReplicaDied(_CUT_OFF))

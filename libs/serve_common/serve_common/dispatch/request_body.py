@@ -33,13 +33,20 @@ FAIR_BYTES: Final = 64 * 1024
 class UploadMemory:
     """The memory budget that the bodies of all requests of a process share."""
 
-    __slots__ = ("_admitted_bytes_max", "_bytes_max", "_waiting", "admitted_bytes", "held_bytes", "refused")
+    __slots__ = (
+        "_admitted_bytes_max",
+        "_bytes_max",
+        "_waiting",
+        "admitted_bytes",
+        "buffered_bytes",
+        "refused",
+    )
 
     def __init__(
         self, bytes_max: int = UPLOADS_BYTES_MAX, admitted_bytes_max: int = BODIES_BYTES_MAX
     ) -> None:
         """``bytes_max`` limits what uploads hold, ``admitted_bytes_max`` what admitted bodies may need."""
-        self.held_bytes = 0
+        self.buffered_bytes = 0
         self.admitted_bytes = 0
         """What the admitted bodies may need, in bytes."""
         self.refused = 0
@@ -70,16 +77,16 @@ class UploadMemory:
     @property
     def is_full(self) -> bool:
         """True when bodies that have their fair share must wait."""
-        return self.held_bytes >= self._bytes_max
+        return self.buffered_bytes >= self._bytes_max
 
     @property
     def is_crowded(self) -> bool:
         """True when bodies should grow in small steps: many large steps at once would exceed the limit."""
-        return 2 * self.held_bytes >= self._bytes_max
+        return 2 * self.buffered_bytes >= self._bytes_max
 
     def change(self, change_bytes: int) -> None:
         """Add ``change_bytes``, which may be negative, to what is held."""
-        self.held_bytes += change_bytes
+        self.buffered_bytes += change_bytes
         if change_bytes < 0 and self._waiting and not self.is_full:
             # All of them, although together they may exceed the limit again: one whose client sends nothing would
             # otherwise block one that could go on.
@@ -99,15 +106,15 @@ class RequestBody:
     """The part of a body that has arrived and was not yet taken by a replica. It has one producer."""
 
     __slots__ = (
+        "_buffered_bytes",
         "_first",
-        "_held_bytes",
         "_is_closed",
         "_is_ended",
         "_last_at",
+        "_memory",
         "_pieces",
         "_producer",
         "_received_bytes",
-        "_room",
         "_taken",
         "_unsplit",
         "_unsplit_bytes",
@@ -116,14 +123,14 @@ class RequestBody:
         "on_more",
     )
 
-    def __init__(self, first: bytes, room: UploadMemory, body_bytes: int = UNKNOWN_BYTES) -> None:
+    def __init__(self, first: bytes, memory: UploadMemory, body_bytes: int = UNKNOWN_BYTES) -> None:
         """``first`` is the beginning of the body, not empty; ``body_bytes`` its announced size."""
         self.body_bytes = body_bytes
         self.on_more: Callable[[], None] | None = None
         """Called when there is more to send; set by the sender."""
         self.on_failed: Callable[[ServeError], None] | None = None
         """Called when the body fails before it is complete."""
-        self._room = room
+        self._memory = memory
         self._pieces: deque[bytes | memoryview] = deque()
         """Pieces as they were sent, so that a retry has the same ones; the first is number ``_first``."""
         self._first = 0
@@ -131,7 +138,7 @@ class RequestBody:
         """How many pieces the current replica has given credit for."""
         self._unsplit: deque[memoryview] = deque()
         self._unsplit_bytes = 0
-        self._held_bytes = 0
+        self._buffered_bytes = 0
         self._received_bytes = 0
         self._is_ended = False
         self._is_closed = False
@@ -157,10 +164,10 @@ class RequestBody:
             return
         size = len(data)
         self._received_bytes += size
-        self._held_bytes += size
+        self._buffered_bytes += size
         self._unsplit.append(memoryview(data))
         self._unsplit_bytes += size
-        self._room.change(size)
+        self._memory.change(size)
         if self._received_bytes == self.body_bytes:
             self._is_ended = True
         if self.on_more is not None:
@@ -180,35 +187,35 @@ class RequestBody:
 
     async def wait_for_capacity(self) -> None:
         """Wait until more may be added, or the body is closed."""
-        while not self.has_room:
-            if self._room.is_full and self._first < self._taken:
+        while not self.has_space:
+            if self._memory.is_full and self._first < self._taken:
                 # Retained for a retry while there was capacity. Bodies that all wait while they retain such pieces
                 # would deadlock: one that has sent less than `CREDIT_FRAMES` since gets no credit.
                 self._release_taken()
                 continue
-            self._room.wait(self, waits=True)
+            self._memory.wait(self, waits=True)
             self._producer = asyncio.get_running_loop().create_future()
             try:
                 await self._producer
             finally:
                 self._producer = None
-                self._room.wait(self, waits=False)
+                self._memory.wait(self, waits=False)
 
     @property
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         """True when more may be added now, or the body is closed."""
         if self._is_closed:
             return True
-        if self._unsplit_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= BUFFERED_BYTES_MAX:
+        if self._unsplit_bytes >= FRAME_BODY_BYTES_MAX or self._buffered_bytes >= BUFFERED_BYTES_MAX:
             return False
-        if self._held_bytes < FAIR_BYTES or not self._room.is_full:
+        if self._buffered_bytes < FAIR_BYTES or not self._memory.is_full:
             return True
         # Everything was sent, but too few frames for the replica to give credit: waiting for it would deadlock.
         return not self._unsplit and 0 < len(self._pieces) < CREDIT_FRAMES
 
     def wake(self) -> None:
         """Resume the producer if there is capacity."""
-        if self._producer is not None and not self._producer.done() and self.has_room:
+        if self._producer is not None and not self._producer.done() and self.has_space:
             self._producer.set_result(None)
 
     # -- for the sender --
@@ -254,7 +261,7 @@ class RequestBody:
     def release(self, up_to: int) -> None:
         """A replica has taken all pieces before number ``up_to``; they are retained only while that is cheap."""
         self._taken = up_to
-        if self._first == 0 and self._received_bytes <= RETAINED_BYTES_MAX and not self._room.is_full:
+        if self._first == 0 and self._received_bytes <= RETAINED_BYTES_MAX and not self._memory.is_full:
             return
         self._release_taken()
 
@@ -275,10 +282,10 @@ class RequestBody:
         self.on_more = self.on_failed = None
         self._pieces.clear()
         self._unsplit.clear()
-        self._free(self._held_bytes)
+        self._free(self._buffered_bytes)
 
     def _free(self, freed_bytes: int) -> None:
-        self._held_bytes -= freed_bytes
+        self._buffered_bytes -= freed_bytes
         self.wake()
         if freed_bytes:
-            self._room.change(-freed_bytes)
+            self._memory.change(-freed_bytes)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Protocol, final
+from functools import partial
+from typing import Final, final
 
 import structlog
 
 from serve_common.dispatch.admission import FailureDetector
-from serve_common.dispatch.calls import UNREAD_FRAMES_MAX, Attempt, Call, Response, ResponseBody
+from serve_common.dispatch.calls import UNREAD_FRAMES_MAX, Attempt, Call, CallRegistry, Response, ResponseBody
 from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.sockets import UNREAD_MESSAGES_MAX, ReplicaSocket
-from serve_common.errors import ReplicaDied, ServeError
+from serve_common.errors import ReplicaDied
 from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.protocol.frames import (
     AliveHead,
@@ -42,68 +43,17 @@ _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 
 
 def _is_accepted(head: ResponseHead, call: Call) -> bool:
-    return head.status == ACCEPTED and call.ask.kind is RequestKind.WEBSOCKET
-
-
-class Outcomes(Protocol):
-    """Effects of a replica's frames on a call; the dispatcher."""
-
-    def answered(self, call: Call) -> None:
-        """The replica has sent its complete response."""
-
-    def end_with(self, call: Call, error: ServeError) -> None:
-        """The replica has ended the call without a (complete) response."""
-
-    def fail(self, call: Call, error: ServeError) -> None:
-        """The call ends although the replica may still work on it."""
-
-    def refused(self, call: Call, reason: Refusal) -> None:
-        """The replica did not start the request."""
-
-    def never_begun(self, call: Call) -> None:
-        """The replica is certain that it did not start the request, and will not."""
-
-    def request_unknown(self, call: Call) -> None:
-        """The replica does not know the request (any more)."""
-
-    def send_interrupted(self, call: Call) -> None:
-        """The bus disconnected before the request was completely sent."""
-
-
-@final
-class _CallSocketBus:
-    """A `SocketBus` for the socket of one call."""
-
-    __slots__ = ("_call", "_outcomes", "_outgoing")
-
-    def __init__(self, call: Call, outgoing: Outgoing, outcomes: Outcomes) -> None:
-        self._call = call
-        self._outgoing = outgoing
-        self._outcomes = outcomes
-
-    def send_frame(self, head: Head, body: bytes | memoryview = b"") -> None:
-        """Send a frame to the replica; a failure also fails the call."""
-        try:
-            self._outgoing.send_frame(self._call, head, body)
-        except (NotConnected, OutboundFull, PayloadTooLarge) as error:
-            self._outcomes.fail(self._call, error)
-            raise
-
-    def grant_credit(self, frames: int) -> None:
-        self._outgoing.grant_credit(self._call, frames)
-
-    def ended(self) -> None:
-        self._outcomes.answered(self._call)
+    return head.status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET
 
 
 @final
 class ResponseReader:
     """Processes the frames that replicas send for calls, in the bus' read path."""
 
-    def __init__(self, outcomes: Outcomes, outgoing: Outgoing, failure_detector: FailureDetector) -> None:
-        self._outcomes = outcomes
+    def __init__(self, registry: CallRegistry, outgoing: Outgoing, failure_detector: FailureDetector) -> None:
+        self._registry = registry
         self._outgoing = outgoing
-        self._suspicions = failure_detector
+        self._failure_detector = failure_detector
         self._loop = asyncio.get_running_loop()
         self._bad_frames = RateLimitedLogger(_log.warning)
 
@@ -116,17 +66,22 @@ class ResponseReader:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
             self._log_bad_frame("frame_unreadable", attempt, str(error))
-            self._outcomes.fail(call, ResponseUnusable("the replica's answer is not a frame"))
+            self._registry.fail(call, ResponseUnusable("the replica's answer is not a frame"))
             return
-        if self._suspicions:
-            self._suspicions.heard(attempt.replica)
-        if type(head) is ResponseHead and head.last and call.answer is None and not _is_accepted(head, call):
+        if self._failure_detector:
+            self._failure_detector.on_sign_of_life(attempt.replica)
+        if (
+            type(head) is ResponseHead
+            and head.last
+            and call.response_reader is None
+            and not _is_accepted(head, call)
+        ):
             call.status = head.status
             # Release the slot first: the callback may send the next request at once.
-            self._outcomes.answered(call)
-            call.on_answer(call, Response(head.status, head.headers, body, None))
+            self._registry.responded(call)
+            call.on_response(call, Response(head.status, head.headers, body, None))
             return
-        attempt.heard_at = self._loop.time()
+        attempt.last_seen_at = self._loop.time()
         match head:
             case MessageHead() | CloseHead():
                 self._take_socket_frame(call, head, body)
@@ -139,7 +94,7 @@ class ResponseReader:
             case RefusedHead(reason):
                 self._take_refusal(call, reason)
             case ErrorHead(error_code, status, message):
-                self._outcomes.end_with(call, ReplicaError(error_code, status, message, bytes(body)))
+                self._registry.end_with(call, ReplicaError(error_code, status, message, bytes(body)))
             case AliveHead():
                 self._prove_alive(call)
             case _:
@@ -151,39 +106,51 @@ class ResponseReader:
             call.router.response_started(call.key)
 
     def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
-        if call.answer is not None:
-            self._outcomes.fail(call, ResponseUnusable("the replica began its answer twice"))
+        if call.response_reader is not None:
+            self._registry.fail(call, ResponseUnusable("the replica began its answer twice"))
             return
         call.status = status
         self._prove_alive(call)
-        if status == ACCEPTED and call.ask.kind is RequestKind.WEBSOCKET:
+        if status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET:
             attempt = call.attempt
-            socket = call.answer = ReplicaSocket(_CallSocketBus(call, self._outgoing, self._outcomes))
+            socket = call.response_reader = ReplicaSocket(
+                partial(self._send_frame, call),
+                partial(self._outgoing.grant_credit, call),
+                partial(self._registry.responded, call),
+            )
             if attempt is not None:
-                attempt.has_asked = True
-            call.on_answer(call, Response(status, headers, body, None, socket))
+                attempt.has_probed = True
+            call.on_response(call, Response(status, headers, body, None, socket))
             return
-        call.answer = ResponseBody(body, lambda frames: self._outgoing.grant_credit(call, frames))
-        call.on_answer(call, Response(status, headers, body, call.answer))
+        call.response_reader = ResponseBody(body, partial(self._outgoing.grant_credit, call))
+        call.on_response(call, Response(status, headers, body, call.response_reader))
+
+    def _send_frame(self, call: Call, head: Head, body: bytes | memoryview) -> None:
+        """Send a frame of a socket to its replica; a failure also fails the call."""
+        try:
+            self._outgoing.send_frame(call, head, body)
+        except (NotConnected, OutboundFull, PayloadTooLarge) as error:
+            self._registry.fail(call, error)
+            raise
 
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
-        response = call.answer
+        response = call.response_reader
         if not isinstance(response, ResponseBody) or sequence != response.next_sequence:
             # The bus lost a frame, as it may when a server stops.
-            self._outcomes.fail(call, ReplicaDied("a part of the answer was lost"))
+            self._registry.fail(call, ReplicaDied("a part of the answer was lost"))
         elif response.unread_frames >= UNREAD_FRAMES_MAX:
-            self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
+            self._registry.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
             response.add(piece, last=last)
             if last:
-                self._outcomes.answered(call)
+                self._registry.responded(call)
 
     def _take_credit(self, call: Call, attempt: Attempt, frames: int) -> None:
         frames = max(0, min(frames, _CREDIT_MAX))
-        if isinstance(call.answer, ReplicaSocket):
-            call.answer.allow(frames)
+        if isinstance(call.response_reader, ReplicaSocket):
+            call.response_reader.allow(frames)
             return
-        attempt.has_asked = True
+        attempt.has_probed = True
         attempt.credit = min(attempt.credit + frames, _CREDIT_MAX)
         attempt.taken_pieces = min(attempt.taken_pieces + frames, attempt.sent_pieces)
         if attempt.upload is not None:
@@ -200,34 +167,34 @@ class ResponseReader:
         try:
             self._outgoing.send_pieces(attempt)
         except NotConnected:
-            self._outcomes.send_interrupted(call)
+            self._registry.send_interrupted(call)
         except (OutboundFull, PayloadTooLarge) as error:
-            self._outcomes.fail(call, error)
+            self._registry.fail(call, error)
 
     def _take_socket_frame(self, call: Call, head: MessageHead | CloseHead, piece: memoryview) -> None:
-        socket = call.answer
+        socket = call.response_reader
         if not isinstance(socket, ReplicaSocket):
-            self._outcomes.fail(
+            self._registry.fail(
                 call, ResponseUnusable("the replica speaks as to a socket, which this is not")
             )
         elif isinstance(head, CloseHead):
             socket.closed(head.code, head.reason)
-            self._outcomes.answered(call)
+            self._registry.responded(call)
         elif head.sequence != socket.next_sequence:
-            self._outcomes.fail(call, ReplicaDied("a part of the messages was lost"))
+            self._registry.fail(call, ReplicaDied("a part of the messages was lost"))
         elif socket.unread_frames >= UNREAD_MESSAGES_MAX:
-            self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
+            self._registry.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
             socket.add(head, piece)
 
     def _take_refusal(self, call: Call, reason: str) -> None:
         refusal = _REFUSALS.get(reason)
         if reason == "never_begun":
-            self._outcomes.never_begun(call)
+            self._registry.never_started(call)
         elif refusal is None:
-            self._outcomes.request_unknown(call)
+            self._registry.request_unknown(call)
         else:
-            self._outcomes.refused(call, refusal)
+            self._registry.refused(call, refusal)
 
     def _log_bad_frame(self, event: str, attempt: Attempt, reason: str) -> None:
         self._bad_frames.log(self._loop.time(), event, replica_tag=attempt.replica, reason=reason)

@@ -14,7 +14,7 @@ from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backen
 from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import Subjects, backend_key
 from serve_common.routing.queues import Clock
-from serve_common.routing.replica_choice import Draw
+from serve_common.routing.replica_choice import Rng
 from serve_common.routing.route_table import RouteTable, SnapshotChanges, SnapshotTable
 from serve_common.routing.router import Router
 from serve_common.telemetry.log_lines import RateLimitedLogger
@@ -27,9 +27,9 @@ class Routes:
     """The routing state: route table, endpoints, and a router for each backend."""
 
     def __init__(
-        self, draw: Draw, now: Clock = time.monotonic, uncounted: Collection[str] = frozenset()
+        self, rng: Rng, now: Clock = time.monotonic, uncounted: Collection[str] = frozenset()
     ) -> None:
-        """``draw`` returns random numbers in [0, 1); ``now`` is the clock for `Router.queued_seconds`.
+        """``rng`` returns random numbers in [0, 1); ``now`` is the clock for `Router.queued_seconds`.
 
         That clock is the process' own and not the loop's, which stands still during an iteration: readers may be in
         other threads. Requests of the endpoints in ``uncounted`` are not counted.
@@ -40,7 +40,7 @@ class Routes:
         self.unmatched = RequestStats()
         """Counts of requests without a matching endpoint."""
         self._snapshots = SnapshotTable()
-        self._draw = draw
+        self._rng = rng
         self.now: Final = now
         self._uncounted = uncounted
 
@@ -86,7 +86,7 @@ class Routes:
         if shard_hash is not None:
             backend_tag = split.choose_for(shard_hash)
         else:
-            backend_tag = split.sole or split.choose(self._draw())
+            backend_tag = split.sole or split.choose(self._rng())
         if backend_tag is None:
             return None
         router = self.routers.get(backend_tag)
@@ -94,7 +94,7 @@ class Routes:
             return router
         if self._is_gone(backend_tag):
             split = split.without([tag for tag in split.backend_tags if self._is_gone(tag)])
-            backend_tag = split.choose(self._draw()) if shard_hash is None else split.choose_for(shard_hash)
+            backend_tag = split.choose(self._rng()) if shard_hash is None else split.choose_for(shard_hash)
         return None if backend_tag is None else self.router(backend_tag)
 
     def _is_gone(self, backend_tag: BackendTag) -> bool:
@@ -111,18 +111,18 @@ class Routes:
         """The router of a backend, created when it does not exist."""
         router = self.routers.get(backend_tag)
         if router is None:
-            router = self.routers[backend_tag] = Router(backend_tag, self._draw, self.now)
+            router = self.routers[backend_tag] = Router(backend_tag, self._rng, self.now)
         return router
 
     def _update_endpoints(self, changed: Mapping[EndpointTag, EndpointSnapshot | None]) -> None:
         for tag, snapshot in changed.items():
-            held = self.endpoints.pop(tag, None)
+            former = self.endpoints.pop(tag, None)
             if snapshot is not None:
-                tally = self._new_tally(tag) if held is None else held.tally
-                self.endpoints[tag] = Endpoint(snapshot, tally)
+                stats = self._new_stats(tag) if former is None else former.stats
+                self.endpoints[tag] = Endpoint(snapshot, stats)
         self.table = RouteTable(self._snapshots.endpoints().values())
 
-    def _new_tally(self, tag: EndpointTag) -> RequestStats:
+    def _new_stats(self, tag: EndpointTag) -> RequestStats:
         return NullRequestStats() if tag in self._uncounted else RequestStats()
 
 
@@ -191,20 +191,20 @@ class ModelHolders:
         self._taken_at[replica] = now
         self._waiting.pop(replica, None)
         try:
-            held = _decoder.decode(payload)
+            former = _decoder.decode(payload)
         except (UnicodeDecodeError, msgspec.DecodeError) as error:
             self._refuse(now, replica.encode(), str(error))
             return
-        self.hold(replica, held)
+        self.hold(replica, former)
 
     def _refuse(self, now: float, subject: bytes, reason: str) -> None:
         self._bad_messages.log(now, "models_unreadable", subject=repr(subject[:200]), reason=reason)
 
-    def hold(self, replica: ReplicaTag, held: list[str]) -> None:
+    def hold(self, replica: ReplicaTag, former: list[str]) -> None:
         """Set the models of ``replica`` to exactly these."""
         now = self._now()
         self._forget(now)
-        models = frozenset(model for model in held[:MODELS_MAX] if len(model) <= MODEL_ID_LENGTH_MAX)
+        models = frozenset(model for model in former[:MODELS_MAX] if len(model) <= MODEL_ID_LENGTH_MAX)
         router = self._routes.routers.get(parse_backend_tag(replica))
         if router is not None and router.hold(replica, models) and models:
             self._received_at[replica] = now

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, final
+from collections.abc import Callable
+from typing import Final, final
 
 import msgspec
 import structlog
 
 from serve_common.dispatch.admission import ShadowOutcome
 from serve_common.dispatch.calls import Call, RequestSpec, Response
+from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.errors import ReplicaError
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.protocol.frames import RequestKind
-from serve_common.routing.replica_choice import Draw
+from serve_common.routing.replica_choice import Rng
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 
@@ -34,30 +35,14 @@ SHADOW_BODY_BYTES_MAX: Final = 32 * 1024 * 1024
 """Body bytes of all copies in flight; half of what may wait for the bus, to leave capacity for real requests."""
 
 
-class RequestSender(Protocol):
-    """Sends requests; the dispatcher."""
-
-    def ask(self, ask: RequestSpec) -> Awaitable[tuple[Call, Response]]:
-        """Send a request and return its call and response."""
-        ...
-
-    def accepts_shadows(self, backend_tag: BackendTag) -> bool:
-        """False while the backend is scaled to zero."""
-        ...
-
-    def abandon(self, call: Call) -> None:
-        """Cancel a call; does nothing when it has ended."""
-        ...
-
-
 @final
 class Shadows:
     """Sends copies of requests and counts their outcomes."""
 
-    def __init__(self, asking: RequestSender, draw: Draw, now: Callable[[], float]) -> None:
-        """``draw`` returns random numbers in [0, 1); ``now`` reads the loop's clock."""
-        self._sender = asking
-        self._draw = draw
+    def __init__(self, dispatcher: Dispatcher, rng: Rng, now: Callable[[], float]) -> None:
+        """``rng`` returns random numbers in [0, 1); ``now`` reads the loop's clock."""
+        self._dispatcher = dispatcher
+        self._rng = rng
         self._now = now
         self._tasks = TaskOwner("shadows")
         self._counts_by_backend: Counter[BackendTag] = Counter()
@@ -70,19 +55,21 @@ class Shadows:
         """Number of copies in flight."""
         return self._counts_by_backend.total()
 
-    def copy(self, ask: RequestSpec) -> None:
-        """Send copies of ``ask`` as its endpoint configures. Never fails; sends only once the caller awaits."""
-        for backend_tag, proportion in ask.endpoint.shadows:
-            if self._draw() >= proportion:
+    def copy(self, spec: RequestSpec) -> None:
+        """Send copies of ``spec`` as its endpoint configures. Never fails; sends only once the caller awaits."""
+        for backend_tag, proportion in spec.endpoint.shadows:
+            if self._rng() >= proportion:
                 continue
             # A body that is still arriving, and the messages of a socket, can be read only once.
-            is_single = ask.upload is not None or ask.kind is RequestKind.WEBSOCKET
-            if is_single or self._lacks_capacity(backend_tag, len(ask.body)):
-                ask.endpoint.tally.add_shadow(backend_tag, ShadowOutcome.SKIPPED)
+            is_single = spec.upload is not None or spec.kind is RequestKind.WEBSOCKET
+            if is_single or self._lacks_capacity(backend_tag, len(spec.body)):
+                spec.endpoint.stats.add_shadow(backend_tag, ShadowOutcome.SKIPPED)
                 continue
             self._counts_by_backend[backend_tag] += 1
-            self._body_bytes += len(ask.body)
-            copied = msgspec.structs.replace(ask, is_repeatable=False, shadow_backend=backend_tag, trace=None)
+            self._body_bytes += len(spec.body)
+            copied = msgspec.structs.replace(
+                spec, is_repeatable=False, shadow_backend=backend_tag, trace=None
+            )
             self._tasks.start(self._follow(copied, backend_tag), name="shadow")
 
     async def close(self, timeout_s: float) -> None:
@@ -93,43 +80,43 @@ class Shadows:
     def _lacks_capacity(self, backend_tag: BackendTag, body_bytes: int) -> bool:
         return (
             self._is_closed
-            or not self._sender.accepts_shadows(backend_tag)
+            or not self._dispatcher.accepts_shadows(backend_tag)
             or len(self._tasks) >= SHADOWS_MAX
             or self._counts_by_backend[backend_tag] >= SHADOWS_PER_BACKEND_MAX
             or self._body_bytes + body_bytes > SHADOW_BODY_BYTES_MAX
         )
 
-    async def _follow(self, ask: RequestSpec, backend_tag: BackendTag) -> None:
+    async def _follow(self, spec: RequestSpec, backend_tag: BackendTag) -> None:
         outcome = ShadowOutcome.FAILED
         try:
-            call, response = await self._sender.ask(ask)
-            await self._drop(ask, call, response)
-            outcome = ShadowOutcome.ANSWERED if response.status < 500 else ShadowOutcome.ERROR
+            call, response = await self._dispatcher.send(spec)
+            await self._drop(spec, call, response)
+            outcome = ShadowOutcome.RESPONDED if response.status < 500 else ShadowOutcome.ERROR
         except (ServeError, TimeoutError) as error:
             if isinstance(error, ReplicaError):
                 outcome = ShadowOutcome.ERROR
             self._failures.log(
                 self._now(),
                 "shadow_failed",
-                endpoint_tag=ask.endpoint.tag,
+                endpoint_tag=spec.endpoint.tag,
                 backend_tag=backend_tag,
-                request_id=ask.request_id,
+                request_id=spec.request_id,
                 reason=str(error) or "it took too long",
             )
         finally:
             self._counts_by_backend[backend_tag] -= 1
             if not self._counts_by_backend[backend_tag]:
                 del self._counts_by_backend[backend_tag]
-            self._body_bytes -= len(ask.body)
-            ask.endpoint.tally.add_shadow(backend_tag, outcome)
+            self._body_bytes -= len(spec.body)
+            spec.endpoint.stats.add_shadow(backend_tag, outcome)
 
-    async def _drop(self, ask: RequestSpec, call: Call, response: Response) -> None:
+    async def _drop(self, spec: RequestSpec, call: Call, response: Response) -> None:
         """Read the rest of a response, as a client would, and discard it."""
         if response.stream is None:
             return
         try:
-            async with asyncio.timeout_at(ask.deadline):
+            async with asyncio.timeout_at(spec.deadline):
                 while await response.stream.read() is not None:
                     pass
         finally:
-            self._sender.abandon(call)
+            self._dispatcher.abandon(call)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Final, Protocol, final
+from collections.abc import Callable
+from typing import Final, final
 
 import msgspec
 
@@ -35,40 +36,41 @@ class SocketClosed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class SocketBus(Protocol):
-    """What a socket needs of its call."""
-
-    def send_frame(self, head: Head, body: bytes | memoryview = b"") -> None:
-        """Send a frame to the replica; raises a `ServeError` when the bus does not take it."""
-
-    def grant_credit(self, frames: int) -> None:
-        """Allow the replica ``frames`` more frames."""
-
-    def ended(self) -> None:
-        """The socket was closed; nothing more is sent in either direction."""
-
-
 @final
 class ReplicaSocket:
     """The replica's end of a WebSocket. One task may receive while another one sends."""
 
     __slots__ = (
-        "_bus",
         "_closed",
         "_credit",
         "_credit_owed",
         "_failure",
         "_frames",
+        "_grant_credit",
+        "_on_end",
         "_receiver",
+        "_send_frame",
         "_sender",
         "_sequence",
         "next_sequence",
     )
 
-    def __init__(self, bus: SocketBus) -> None:
+    def __init__(
+        self,
+        send_frame: Callable[[Head, bytes | memoryview], None],
+        grant_credit: Callable[[int], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """``send_frame`` sends a frame to the replica, and raises a `ServeError` when the bus does not take it.
+
+        ``grant_credit`` allows the replica so many more frames. ``on_end`` is called when the client has closed the
+        socket; nothing more is sent in either direction.
+        """
         self.next_sequence = 1
         """Sequence number of the frame that must come next."""
-        self._bus = bus
+        self._send_frame = send_frame
+        self._grant_credit = grant_credit
+        self._on_end = on_end
         self._frames: deque[tuple[MessageHead, memoryview]] = deque()
         self._credit_owed = 0
         self._credit = WINDOW_MESSAGES
@@ -124,7 +126,7 @@ class ReplicaSocket:
                 return False
             self._credit -= 1
             self._sequence += 1
-            self._bus.send_frame(MessageHead(self._sequence, is_text, piece is pieces[-1]), piece)
+            self._send_frame(MessageHead(self._sequence, is_text, piece is pieces[-1]), piece)
         return True
 
     def close(self, code: int, reason: str) -> None:
@@ -132,8 +134,8 @@ class ReplicaSocket:
         if not self._is_ended:
             self._closed = SocketClosed(code, reason)
             self._wake()
-            self._bus.send_frame(CloseHead(code, reason))
-            self._bus.ended()
+            self._send_frame(CloseHead(code, reason), b"")
+            self._on_end()
 
     @property
     def _is_ended(self) -> bool:
@@ -143,7 +145,7 @@ class ReplicaSocket:
         self._credit_owed += 1
         if self._credit_owed * 2 >= WINDOW_MESSAGES and not self._is_ended:
             owed, self._credit_owed = self._credit_owed, 0
-            self._bus.grant_credit(owed)
+            self._grant_credit(owed)
 
     # -- for the bus' side --
 

@@ -19,7 +19,7 @@ from serve_common.routing.router import Router
 
 _log = structlog.get_logger(__name__)
 
-BEAT_S: Final = 0.025
+TICK_S: Final = 0.025
 PROBE_AFTER_S: Final = 1.0
 """Seconds without a message until a request's replica is probed, and between probes; at most half of its time."""
 SAMPLE_INTERVAL_S: Final = 0.25
@@ -48,17 +48,17 @@ class RequestTimers:
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
-        """Check every `BEAT_S` seconds, until cancelled."""
+        """Check every `TICK_S` seconds, until cancelled."""
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(TICK_S)
             if not self._dispatcher.calls:
                 continue
             try:
-                self.look(self._loop.time())
+                self.tick(self._loop.time())
             except Exception:  # noqa: BLE001 - the deadlines of other requests must still be met
                 _log.exception("beat_failed")
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Do what is due at ``now``."""
         if self._models is not None:
             self._models.sweep(now)
@@ -71,7 +71,7 @@ class RequestTimers:
             if router.has_blocked:
                 self._dispatcher.perform(router, router.reopen(now))
             if is_sampling:
-                router.look(now)
+                router.tick(now)
         for replica in self._dispatcher.failure_detector.due(now):
             self._probe_replica(replica)
         for call in list(self._dispatcher.calls.values()):
@@ -94,29 +94,29 @@ class RequestTimers:
         for request in in_flight:
             self._outgoing.probe(self._dispatcher.calls[request])
             return
-        self._dispatcher.failure_detector.heard(replica)  # nothing is at stake
+        self._dispatcher.failure_detector.on_sign_of_life(replica)  # nothing is at stake
 
     def _check_waiting(self, call: Call, now: float) -> None:
         if call.router is not None:
             return  # its router watches the deadline
-        if now >= min(call.reconnect_deadline, call.ask.deadline):
+        if now >= min(call.reconnect_deadline, call.spec.deadline):
             self._dispatcher.end_with(call, BusUnavailable("NATS is away"))
 
     def _check_sent(self, call: Call, now: float) -> None:
         attempt = call.attempt
         if attempt is None:
             return
-        if now >= call.ask.deadline and not call.status:  # a response that has begun may go on
+        if now >= call.spec.deadline and not call.status:  # a response that has begun may go on
             message = f"replica {attempt.replica} did not answer in time"
             # A bus that hangs delivers nothing, and the replica is not to blame for that.
             is_silent = (
                 self._outgoing.is_bus_responsive
-                and attempt.heard_at < attempt.probed_at
-                and now - attempt.heard_at >= _probe_after_s(call, attempt) + _silence_limit_s(call)
+                and attempt.last_seen_at < attempt.probed_at
+                and now - attempt.last_seen_at >= _probe_after_s(call, attempt) + _silence_limit_s(call)
             )
             self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
             return
-        since_s = now - max(attempt.heard_at, attempt.probed_at)
+        since_s = now - max(attempt.last_seen_at, attempt.probed_at)
         if not self._outgoing.is_bus_responsive:
             return  # probes would queue there, and all arrive at once
         if since_s >= PROBE_AFTER_S or (
@@ -142,9 +142,9 @@ def _expiry_error(call: Call, router: Router) -> ServeError:
 
 
 def _probe_after_s(call: Call, attempt: Attempt) -> float:
-    return min(PROBE_AFTER_S, (call.ask.deadline - attempt.sent_at) / 2)
+    return min(PROBE_AFTER_S, (call.spec.deadline - attempt.sent_at) / 2)
 
 
 def _silence_limit_s(call: Call) -> float:
-    slo_ms = call.ask.endpoint.options.relative_slo_ms
+    slo_ms = call.spec.endpoint.options.relative_slo_ms
     return PATIENCE_S if slo_ms is None else min(PATIENCE_S, slo_ms / 2000)

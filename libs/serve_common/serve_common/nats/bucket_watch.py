@@ -43,7 +43,7 @@ _TIMEOUT_S: Final = 3.0
 """Seconds from a request to its first response, and between two messages of a response."""
 _PAGE_MESSAGES: Final = 1_000
 _PAGE_BYTES: Final = 4 * 1024 * 1024
-_HEARD_MAX: Final = 10_000
+_BUFFERED_MAX: Final = 10_000
 _BUFFERED_BYTES_MAX: Final = 64 * 1024 * 1024
 """Limits of the changes buffered during a full read; beyond them the read starts again."""
 
@@ -183,10 +183,10 @@ class BucketWatch:
         self._buffered, self._buffered_bytes = {}, 0  # what came before is in the stream by now
         async with asyncio.timeout(2 * _TIMEOUT_S):
             if self._subscription is None:
-                self._subscription = await self._client.subscribe(self._snapshots, cb=self._hear)
+                self._subscription = await self._client.subscribe(self._snapshots, cb=self._on_message)
             if self._open_bucket is not None:
                 await self._open_bucket()
-            stream = await self._state_of()
+            stream = await self._get_state()
         entries: dict[str, tuple[int, bytes | None]] = {}
         # A key that changed after the read began, before its page was read, is not among the pages; its change was
         # buffered.
@@ -263,7 +263,7 @@ class BucketWatch:
                     await self._must_reread.wait()
                 return
             position, count = self._position, len(self._keys)
-            stream = await self._state_of()
+            stream = await self._get_state()
             last = stream.state.last_seq
             # Behind once, a change may be in flight; behind twice at the same position, it will not come. And fewer
             # keys than were reported mean that some were purged, which publishes nothing.
@@ -274,7 +274,7 @@ class BucketWatch:
                 return
             behind_at = self._position if last > self._position else None
 
-    async def _hear(self, message: Msg) -> None:
+    async def _on_message(self, message: Msg) -> None:
         """Subscription callback: a change that the stream published."""
         try:
             change = self._parse_change(message)
@@ -289,14 +289,14 @@ class BucketWatch:
             _log.exception("bucket_watch_failed", bucket=self._bucket)
             self.reopen()
 
-    def _buffer(self, heard: dict[int, _Change], change: _Change) -> None:
+    def _buffer(self, buffered: dict[int, _Change], change: _Change) -> None:
         self._buffered_bytes += len(change.value or b"")
-        if len(heard) >= _HEARD_MAX or self._buffered_bytes > _BUFFERED_BYTES_MAX:
-            heard.clear()
+        if len(buffered) >= _BUFFERED_MAX or self._buffered_bytes > _BUFFERED_BYTES_MAX:
+            buffered.clear()
             self._buffered_bytes = 0
             self._must_reread.set()
             return
-        heard[change.sequence] = change
+        buffered[change.sequence] = change
 
     def _apply(self, change: _Change) -> None:
         known = self._keys.get(change.key, 0)
@@ -307,7 +307,7 @@ class BucketWatch:
                 "bucket_watch_out_of_step",
                 bucket=self._bucket,
                 position=self._position,
-                heard=change.sequence,
+                buffered=change.sequence,
             )
             self.reopen()
             assert self._buffered is not None
@@ -331,7 +331,7 @@ class BucketWatch:
             value=None if is_deleted else message.data,
         )
 
-    async def _state_of(self) -> _Stream:
+    async def _get_state(self) -> _Stream:
         """The stream's current state. Raises `BusUnavailable` when it does not exist."""
         collector = await self._request(f"$JS.API.STREAM.INFO.{self._stream}", b"", _is_state_response)
         if "Status" in _headers(collector[-1]):
@@ -350,7 +350,7 @@ class SnapshotWatch:
     ) -> None:
         self._listener = listener
         self._refused = refused
-        self._watch = BucketWatch(client, subjects, self._hear)
+        self._watch = BucketWatch(client, subjects, self._on_message)
         self._decoder = msgspec.json.Decoder(Snapshot)
 
     def start(self) -> None:
@@ -365,7 +365,7 @@ class SnapshotWatch:
         """Stop watching."""
         await self._watch.close()
 
-    def _hear(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
+    def _on_message(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
         snapshots: dict[str, Snapshot | None] = {}
         for key, (_revision, value) in entries.items():
             if value is None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, final
 
 import structlog
@@ -17,14 +17,12 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable, ServeError
+from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.nats.login import build_login
 from serve_common.nats.options import Login
-from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
-from serve_common.runtime.tasks import TaskOwner, cancellations, raise_if_cancelled
-from serve_common.telemetry.log_forwarder import LogForwarder, recalled
-from serve_common.telemetry.log_lines import RateLimitedLogger
+from serve_common.runtime.tasks import cancellations, raise_if_cancelled
+from serve_common.telemetry.log_forwarder import NatsLogSink
 
 _log = structlog.get_logger()
 _TIMEOUT_S = 2.0
@@ -39,6 +37,7 @@ async def connect_nats(
     name: str,
     deadline_s: float,
     login: Login | None = None,
+    logs_attempts: bool = True,
     on_disconnect: Callable[[], None] = lambda: None,
     on_reconnect: Callable[[], None] = lambda: None,
     on_closed: Callable[[], None] = lambda: None,
@@ -46,13 +45,15 @@ async def connect_nats(
     """Connect with ``login`` or else as ``settings`` say; the connection reconnects for ever.
 
     Tries for ``deadline_s`` seconds; then raises `BusUnavailable`. Raises `BusAuthorizationFailed` at once when the
-    user is refused. ``on_closed`` is called when the connection is closed, which the library also does by itself
+    user is refused. ``logs_attempts`` False: only the error that is raised tells of failed attempts, for a program that
+    prints it. ``on_closed`` is called when the connection is closed, which the library also does by itself
     when it is refused for good: the process should then exit, to be restarted.
     """
     login = login or build_login(settings)
     events = _ConnectionEvents(
         name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_closed=on_closed
     )
+    events.is_logging = logs_attempts
     tls = ssl.create_default_context(cafile=settings.tls_ca_file) if settings.tls_ca_file else None
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
@@ -75,9 +76,11 @@ async def connect_nats(
                 raise BusAuthorizationFailed(f"NATS refused the user {settings.user!r}") from error
             if loop.time() >= deadline:
                 servers = ", ".join(settings.servers)
-                raise BusUnavailable(f"NATS at {servers} does not answer: {error!r}") from error
+                reason = events.last_error or repr(error)
+                raise BusUnavailable(f"NATS at {servers} does not answer: {reason}") from error
             await asyncio.sleep(_PAUSE_S)
             continue
+        events.is_logging = True
         client._closed_cb = events.closed  # noqa: SLF001 - an attempt that was given up must not count as closed
         return client
 
@@ -96,6 +99,10 @@ class _ConnectionEvents:
     ) -> None:
         self.is_refused = False
         """The server has refused the user."""
+        self.is_logging = True
+        """Whether losses and errors are logged."""
+        self.last_error = ""
+        """The error that the library reported last."""
         self._log = _log.bind(connection=name)
         self._on_disconnect = on_disconnect
         self._on_reconnect = on_reconnect
@@ -108,7 +115,9 @@ class _ConnectionEvents:
     async def failed(self, error: Exception) -> None:
         """Library callback: an error that belongs to no call."""
         self.note(error)
-        self._log.warning("nats_error", error=str(error) or type(error).__name__)
+        self.last_error = str(error) or type(error).__name__
+        if self.is_logging:
+            self._log.warning("nats_error", error=self.last_error)
 
     async def reconnected(self) -> None:
         """Library callback."""
@@ -117,7 +126,8 @@ class _ConnectionEvents:
 
     async def disconnected(self) -> None:
         """Library callback."""
-        self._log.warning("nats_disconnected")
+        if self.is_logging:
+            self._log.warning("nats_disconnected")
         self._on_disconnect()
 
     async def closed(self) -> None:
@@ -226,90 +236,40 @@ async def _end_tasks(client: Client, subscriptions: Sequence[Subscription]) -> N
         _log.error("nats_tasks_left", count=len(left))
 
 
-async def ping_nats(client: Client, within_s: float) -> None:
+async def publish_now(client: Client | None, subject: str, payload: bytes) -> None:
+    """Publish a message. Raises `BusUnavailable`, also while disconnected: the library would buffer it."""
+    if client is None or not client.is_connected:
+        raise BusUnavailable("not connected to NATS")
+    try:
+        await client.publish(subject, payload)
+    except (NatsError, OSError) as error:
+        raise BusUnavailable(f"{subject} could not be published: {error!r}") from error
+
+
+async def ping_nats(client: Client | None, within_s: float) -> None:
     """Return once NATS has answered. Raises `BusUnavailable` when it has not ``within_s`` seconds later.
 
     Why not the library's ``flush``: on a timeout it cancels its own future, and an answer that comes later then ends
     the connection's reader without any error; once that reader has ended, ``flush`` reports success.
     """
-    answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    if client is None:
+        raise BusUnavailable("not connected to NATS")
+    pong: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout(within_s):
-            await client._send_ping(answered)  # noqa: SLF001 - the library has no other way
+            await client._send_ping(pong)  # noqa: SLF001 - the library has no other way
     except (NatsError, OSError, RuntimeError, TimeoutError, AttributeError, AssertionError) as error:
         raise BusUnavailable(f"NATS could not be asked: {error!r}") from error
-    done, _ = await asyncio.wait([answered], timeout=within_s)
+    done, _ = await asyncio.wait([pong], timeout=within_s)
     if not done:
         raise BusUnavailable(f"NATS has not answered a ping within {within_s:g} s")
 
 
-_PUBLISHES_MAX: Final = 16
-"""Concurrent publishes of log lines."""
-_CLOSE_TIMEOUT_S: Final = 1.0
+async def join_log_sink(sink: NatsLogSink, client: Client) -> None:
+    """Let ``sink`` publish with ``client`` from now on. Raises what its `subscribe` raises."""
 
+    async def replay(message: Msg) -> None:
+        await sink.replay_recent(message.data)
 
-@final
-class NatsClientLogSink:
-    """A `LogSink` that publishes on the event loop on which it was created."""
-
-    def __init__(
-        self,
-        forwarder: LogForwarder,
-        subjects: Subjects,
-        kind: str,
-        process_id: str,
-        of_others: Callable[[], list[bytes]] = list,
-    ) -> None:
-        """Publishes nothing before `join`. ``of_others`` returns recent lines of other processes, kept by this one."""
-        self._of_others = of_others
-        self._forwarder = forwarder
-        self._subjects = subjects
-        self._kind = kind
-        self._subject = subjects.log(kind, process_id)
-        self._loop = asyncio.get_running_loop()
-        self._tasks = TaskOwner("logs")
-        self._client: Client | None = None
-        self._refused = RateLimitedLogger(_log.warning)
-
-    async def join(self, client: Client) -> None:
-        """Publish with ``client`` from now on. Raises what its `subscribe` raises."""
-        await client.subscribe(self._subjects.log_recall, cb=self._recall)
-        self._client = client
-        self._forwarder.use(self)
-
-    def publish(self, piece: bytes, lines: int) -> bool:
-        client = self._client
-        if client is None or not client.is_connected or len(self._tasks) >= _PUBLISHES_MAX:
-            return False
-        try:
-            self._loop.call_soon_threadsafe(self._start, client, piece, lines)
-        except RuntimeError:  # the loop is closed: the process ends
-            return False
-        return True
-
-    async def close(self) -> None:
-        """Publish the lines that wait, and none after that."""
-        self._forwarder.flush()
-        self._forwarder.use(None)
-        await asyncio.sleep(0)  # the tasks just scheduled start
-        await self._tasks.close(_CLOSE_TIMEOUT_S)
-
-    def _start(self, client: Client, piece: bytes, lines: int) -> None:
-        self._tasks.start(self._send(client, piece, lines), "publish")
-
-    async def _send(self, client: Client, piece: bytes, lines: int) -> None:
-        try:
-            await client.publish(self._subject, piece)
-        except (NatsError, OSError):
-            self._forwarder.count_lost(lines)
-
-    async def _recall(self, message: Msg) -> None:
-        client = self._client
-        if client is None:
-            return
-        try:
-            recent = [*self._of_others(), *self._forwarder.recent()]
-            for subject, piece in recalled(message.data, self._kind, recent, self._subjects):
-                await client.publish(subject, piece)
-        except (BadField, NatsError, OSError) as error:
-            self._refused.log(time.monotonic(), "logs_not_recalled", reason=str(error))
+    await client.subscribe(sink.replay_subject, cb=replay)
+    sink.open(lambda: client.is_connected, partial(publish_now, client))

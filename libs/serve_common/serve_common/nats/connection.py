@@ -51,7 +51,7 @@ class BusConnection:
         """`rng` spreads the waits between reconnects."""
         self.on_connected: Final[list[Callable[[], None]]] = []
         self.on_disconnected: Final[list[Callable[[], None]]] = []
-        self.on_answers_again: Final[list[Callable[[float], None]]] = []
+        self.on_bus_responds_again: Final[list[Callable[[float], None]]] = []
         """Called when the bus responds again after it did not for `ping_interval_s`, or was disconnected (then after
         `on_connected`), with the loop's time since when nothing may have come through."""
         self.after_messages: Callable[[], None] | None = None
@@ -60,7 +60,6 @@ class BusConnection:
         """Reads in place of the loop, where links can be shared."""
         self.reconnects = 0
         """How often the connection was re-established."""
-        self.callback_failures = 0
         """How many callbacks and listeners raised; each is a bug in that callback."""
         self.permission_violations = 0
         """How many publishes and subscriptions the server refused."""
@@ -72,7 +71,7 @@ class BusConnection:
         """Set while there is no link."""
         self._is_started = False
         self._is_closed = False
-        self._subscriptions = Subscriptions(self._write, self._flush_quietly, self._count_failure)
+        self._subscriptions = Subscriptions(self._write, self._flush_quietly, self._log_failure)
         self.take_message: Final = self._subscriptions.take_message
         """Implements `LinkOwner`; an attribute, to save a call."""
         self._link_ended = asyncio.Event()
@@ -144,7 +143,7 @@ class BusConnection:
         return self._link is not None
 
     @property
-    def answers(self) -> bool:
+    def is_responding(self) -> bool:
         """False while disconnected, and while the server has not answered for `ping_interval_s` and more."""
         link = self._link
         return link is not None and link.silent_since is None
@@ -250,8 +249,8 @@ class BusConnection:
         """Notify listeners that the server responds again after silence since ``silent_since``."""
         silent_s = asyncio.get_running_loop().time() - silent_since
         self._log.warning("bus_answers_again", silent_s=round(silent_s, 1))
-        listeners = [functools.partial(listener, silent_since) for listener in self.on_answers_again]
-        self._notify(listeners, "on_answers_again")
+        listeners = [functools.partial(listener, silent_since) for listener in self.on_bus_responds_again]
+        self._notify(listeners, "on_bus_responds_again")
 
     def on_link_end(self, link: Link) -> None:
         """Report the loss and wake the loop that reconnects."""
@@ -314,7 +313,7 @@ class BusConnection:
             self.reader.detach()
         new.set_owner(self)
         handover.deliver()
-        new.let_go()
+        new.release()
         for error in buffering_owner.errors:
             self.on_server_error(error)
         if new.has_ended():
@@ -360,10 +359,9 @@ class BusConnection:
             try:
                 listener()
             except Exception as error:  # noqa: BLE001 - as for callbacks
-                self._count_failure(error, which, "")
+                self._log_failure(error, which, "")
 
-    def _count_failure(self, error: Exception, which: str, subject: str) -> None:
-        self.callback_failures += 1
+    def _log_failure(self, error: Exception, which: str, subject: str) -> None:
         now_s = asyncio.get_running_loop().time()
         self._failed_callbacks.log(now_s, "bus_callback_failed", which=which, subject=subject, exc_info=error)
 
@@ -401,8 +399,6 @@ class Inbox:
 
         Raises InvalidSubject for a bad id.
         """
-        self.late_replies = 0
-        """How many replies came for tokens that are not (or no longer) registered."""
         self._prefix = check_subject(b"%b.%b" % (connection.inbox_prefix, inbox_id.encode())) + b"."
         self._token_at = len(self._prefix)
         self._open_max = open_max
@@ -430,7 +426,7 @@ class Inbox:
         return token, self._prefix + token
 
     def forget(self, token: bytes) -> None:
-        """Release a token: further replies to it are counted and dropped. May be called twice."""
+        """Release a token: further replies to it are dropped. May be called twice."""
         self._receivers.pop(token, None)
 
     def close(self) -> None:
@@ -441,8 +437,8 @@ class Inbox:
     def _take(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         receiver = self._receivers.get(subject[self._token_at :])
         if receiver is None:
-            self.late_replies += 1
-        elif headers is not None and not payload and is_no_responders(headers):
+            return  # its request is over
+        if headers is not None and not payload and is_no_responders(headers):
             receiver[1]()
         else:
             receiver[0](payload, reply, headers)

@@ -174,7 +174,7 @@ class Link(asyncio.Protocol):
     async def close(self, timeout_s: float) -> None:
         """Send what was written, then close. After `timeout_s` what the server has not taken is lost."""
         if self.failure is None:
-            self._outbox.let_go()
+            self._outbox.release()
             self._release(NotConnected("the connection was closed on this side"))
             if self._transport is not None:
                 self._transport.close()
@@ -197,12 +197,12 @@ class Link(asyncio.Protocol):
         self._take_message = owner.take_message
 
     def buffer_writes(self) -> None:
-        """Send what was written so far, and keep what is written from now on, by any thread, until `let_go`."""
+        """Send what was written so far, and keep what is written from now on, by any thread, until `release`."""
         self._outbox.buffer_writes()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Send what was kept."""
-        self._outbox.let_go()
+        self._outbox.release()
 
     # -- writing --
 

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from serve_common.errors import BusUnavailable, PermanentError, TransientError
+from serve_common.pacing import backoff_s
 
 
 class NotConnected(BusUnavailable):
@@ -153,5 +154,5 @@ def reconnect_wait_s(options: BusOptions, round_number: int, rng: random.Random)
     Waits double from round to round and are spread by `rng`, so that a restarted server does not get
     all of its clients at once.
     """
-    longest_s = min(options.reconnect_wait_max_s, options.reconnect_wait_min_s * 2 ** min(round_number, 30))
+    longest_s = backoff_s(round_number + 1, options.reconnect_wait_min_s, options.reconnect_wait_max_s)
     return rng.uniform(longest_s / 2, longest_s)

@@ -48,7 +48,7 @@ class SharedSocket:
         self._lock = threading.Lock()
         self._is_behind = False
         """The transport writes, until its buffer is empty."""
-        self._is_held_back = False
+        self._is_paused = False
         self._rest: list[bytes] = []
         """What the loop's thread has yet to give to the transport."""
         self._rest_bytes = 0
@@ -98,20 +98,20 @@ class SharedSocket:
             return True
 
     def buffer_writes(self) -> None:
-        """Keep what other threads write, until `let_go`."""
+        """Keep what other threads write, until `release`."""
         with self._lock:
-            self._is_held_back = self._is_behind = True
+            self._is_paused = self._is_behind = True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Write what was kept; on the loop's thread only."""
         with self._lock:
-            self._is_held_back = False
+            self._is_paused = False
         self.write_on_loop([])
 
     def write_on_loop(self, pieces: list[bytes]) -> None:
         """Send ``pieces``, and what other threads have left; on the loop's thread only."""
         with self._lock:
-            if self._is_held_back:
+            if self._is_paused:
                 self._rest += pieces
                 self._rest_bytes += sum(map(len, pieces))
                 return
@@ -174,7 +174,7 @@ class Outbox:
         self._batch_capacity = 0
         """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
         self._is_batch_copied = True
-        self._is_held_back = False
+        self._is_paused = False
 
     @property
     def pending_bytes(self) -> int:
@@ -213,7 +213,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Hand the batch to the socket now."""
-        if not self._batch or self.transport is None or self._is_held_back:
+        if not self._batch or self.transport is None or self._is_paused:
             return
         pieces, is_copied = self._batch, self._is_batch_copied
         self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
@@ -225,17 +225,17 @@ class Outbox:
             self.transport.writelines(pieces)
 
     def buffer_writes(self) -> None:
-        """Keep everything that is not written yet, until `let_go`."""
+        """Keep everything that is not written yet, until `release`."""
         self.flush()
-        self._is_held_back = True
+        self._is_paused = True
         if self.shared is not None:
             self.shared.buffer_writes()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Write what was kept."""
-        self._is_held_back = False
+        self._is_paused = False
         if self.shared is not None:
-            self.shared.let_go()
+            self.shared.release()
         self.flush()
 
     def clear(self) -> None:

@@ -51,18 +51,18 @@ def parse_headers(block: bytes) -> list[tuple[str, str]]:
     return headers
 
 
-def status_of(block: bytes) -> int | None:
+def get_status(block: bytes) -> int | None:
     """The status code in the first line of a header block; None when it has none."""
     first_line = block.partition(b"\r\n")[0]
-    words = first_line.split(b" ", 2)
-    if len(words) < 2 or words[0] != _VERSION or len(words[1]) != 3 or not words[1].isdigit():
+    tokens = first_line.split(b" ", 2)
+    if len(tokens) < 2 or tokens[0] != _VERSION or len(tokens[1]) != 3 or not tokens[1].isdigit():
         return None
-    return int(words[1])
+    return int(tokens[1])
 
 
 def is_no_responders(block: bytes) -> bool:
     """True when the server answers in place of a subscriber, because there is none."""
-    return status_of(block) == NO_RESPONDERS_STATUS
+    return get_status(block) == NO_RESPONDERS_STATUS
 
 
 CLIENT_LINE_BYTES_MAX: Final = 4096
@@ -73,7 +73,7 @@ CRLF: Final = b"\r\n"
 PING: Final = b"PING\r\n"
 PONG: Final = b"PONG\r\n"
 _WORD_BREAKS: Final = b" \t\r\n\x00"
-_WORDS_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX - 64
+_SUBJECTS_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX - 64
 _CONTROL_BYTES: Final = bytes(range(33)) + b"\x7f"
 
 
@@ -90,7 +90,6 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 class Greeting(msgspec.Struct, frozen=True):
     """INFO: the server's description of itself, at first and again when it changes. Sizes in bytes."""
 
-    server_id: str = ""
     max_payload: int = 1024 * 1024
     tls_required: bool = False
     tls_available: bool = False
@@ -113,9 +112,9 @@ class ServerError(msgspec.Struct, frozen=True):
     def is_authorization_failure(self) -> bool:
         """The server refuses this user (from now on). A client whose login timed out, or whose token has expired, may
         try again."""
-        words = self.text.lower()
-        may_try_again = "timeout" in words or "expired" in words
-        return not self.is_permission_violation and not may_try_again and "auth" in words
+        tokens = self.text.lower()
+        may_try_again = "timeout" in tokens or "expired" in tokens
+        return not self.is_permission_violation and not may_try_again and "auth" in tokens
 
 
 class Signal(enum.Enum):
@@ -150,10 +149,10 @@ def encode_connect(*, name: str, login: Mapping[str, str], tls_required: bool = 
 
 def encode_pub(subject: bytes, reply: bytes, payload: bytes) -> bytes:
     """A whole PUB with its payload, which is copied: for small ones. Else as `encode_pub_line`."""
-    words = subject + reply
-    length = len(words)
-    if not subject or length > _WORDS_BYTES_MAX or len(words.translate(None, _WORD_BREAKS)) != length:
-        _refuse_words(subject, reply)
+    tokens = subject + reply
+    length = len(tokens)
+    if not subject or length > _SUBJECTS_BYTES_MAX or len(tokens.translate(None, _WORD_BREAKS)) != length:
+        _refuse_subjects(subject, reply)
     if reply:
         return b"PUB %b %b %d\r\n%b\r\n" % (subject, reply, len(payload), payload)
     return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
@@ -164,7 +163,7 @@ def encode_pub_line(subject: bytes, reply: bytes, payload_bytes: int) -> bytes:
 
     `reply` may be empty. Raises InvalidSubject where the words would not reach the server as they are.
     """
-    _check_words(subject, reply)
+    _check_subjects(subject, reply)
     if reply:
         return b"PUB %b %b %d\r\n" % (subject, reply, payload_bytes)
     return b"PUB %b %d\r\n" % (subject, payload_bytes)
@@ -172,7 +171,7 @@ def encode_pub_line(subject: bytes, reply: bytes, payload_bytes: int) -> bytes:
 
 def encode_hpub_line(subject: bytes, reply: bytes, headers_bytes: int, payload_bytes: int) -> bytes:
     """The HPUB line; headers, payload and a CRLF must follow it. Else as `encode_pub_line`."""
-    _check_words(subject, reply)
+    _check_subjects(subject, reply)
     total_bytes = headers_bytes + payload_bytes
     if reply:
         return b"HPUB %b %b %d %d\r\n" % (subject, reply, headers_bytes, total_bytes)
@@ -213,16 +212,16 @@ def check_subject(subject: bytes, *, may_have_wildcards: bool = False) -> bytes:
     return subject
 
 
-def _check_words(subject: bytes, reply: bytes) -> None:
-    words = subject + reply
-    length = len(words)
-    if not subject or length > _WORDS_BYTES_MAX or len(words.translate(None, _WORD_BREAKS)) != length:
-        _refuse_words(subject, reply)
+def _check_subjects(subject: bytes, reply: bytes) -> None:
+    tokens = subject + reply
+    length = len(tokens)
+    if not subject or length > _SUBJECTS_BYTES_MAX or len(tokens.translate(None, _WORD_BREAKS)) != length:
+        _refuse_subjects(subject, reply)
 
 
-def _refuse_words(subject: bytes, reply: bytes) -> NoReturn:
+def _refuse_subjects(subject: bytes, reply: bytes) -> NoReturn:
     length = len(subject) + len(reply)
-    if length > _WORDS_BYTES_MAX:
+    if length > _SUBJECTS_BYTES_MAX:
         raise InvalidSubject(f"subject and reply of {length} bytes: too long for one line")
     raise InvalidSubject(f"subject {subject!r}, reply {reply!r}: each must be one word")
 
@@ -248,14 +247,14 @@ class Parser:
     servers write (upper-case verbs, single spaces), not every spelling that the protocol's description allows.
     """
 
-    __slots__ = ("_kept", "_kept_bytes", "_needed_bytes", "_payload_bytes_max")
+    __slots__ = ("_needed_bytes", "_partial", "_partial_bytes", "_payload_bytes_max")
 
     def __init__(self, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
         """`payload_bytes_max` counts headers and payload of one message together."""
         self._payload_bytes_max = payload_bytes_max
         # A large payload arrives in many pieces: they are joined once, when the last one is there.
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
+        self._partial: list[bytes] = []
+        self._partial_bytes = 0
         self._needed_bytes = 0
 
     def feed(self, data: bytes) -> list[ServerOp]:
@@ -263,13 +262,13 @@ class Parser:
 
         Raises NatsProtocolError, which names the verb and what is wrong; the parser must not be used after that.
         """
-        if self._kept:
-            self._kept.append(data)
-            self._kept_bytes += len(data)
-            if self._kept_bytes < self._needed_bytes:
+        if self._partial:
+            self._partial.append(data)
+            self._partial_bytes += len(data)
+            if self._partial_bytes < self._needed_bytes:
                 return []
-            data = b"".join(self._kept)
-            self._kept.clear()
+            data = b"".join(self._partial)
+            self._partial.clear()
         ops: list[ServerOp] = []
         at, end = 0, len(data)
         while at < end:
@@ -283,12 +282,12 @@ class Parser:
                     break
             if line_end - at > SERVER_LINE_BYTES_MAX:
                 _check_line_length(data, at, line_end)
-            words = data[at:line_end].split(b" ")
-            if words[0] not in _MESSAGE_VERBS:
+            tokens = data[at:line_end].split(b" ")
+            if tokens[0] not in _MESSAGE_VERBS:
                 ops.append(_decode_line(data[at:line_end]))
                 at = line_end + 2
                 continue
-            subject, sid, reply, headers_bytes, total_bytes = _decode_message(words)
+            subject, sid, reply, headers_bytes, total_bytes = _decode_message(tokens)
             if total_bytes > self._payload_bytes_max:
                 raise NatsProtocolError(f"message of {total_bytes} bytes: at most {self._payload_bytes_max}")
             body = line_end + 2
@@ -309,8 +308,8 @@ class Parser:
 
     def _buffer(self, data: bytes, at: int, needed_bytes: int) -> None:
         rest = data[at:]
-        self._kept.append(rest)
-        self._kept_bytes = len(rest)
+        self._partial.append(rest)
+        self._partial_bytes = len(rest)
         self._needed_bytes = needed_bytes
 
 
@@ -323,29 +322,29 @@ def _check_line_length(data: bytes, at: int, line_end: int) -> None:
             raise NatsProtocolError(f"{verb!r} line of {length} bytes or more: at most {limit}")
 
 
-def _decode_message(words: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
+def _decode_message(tokens: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
     """Subject, sid, reply, size of the headers (-1: a MSG has none) and size of headers and payload."""
-    if words[0] == b"MSG":
-        if len(words) == 5:
-            _, subject, sid, reply, size = words
-        elif len(words) == 4:
-            _, subject, sid, size = words
+    if tokens[0] == b"MSG":
+        if len(tokens) == 5:
+            _, subject, sid, reply, size = tokens
+        elif len(tokens) == 4:
+            _, subject, sid, size = tokens
             reply = b""
         else:
-            raise NatsProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {_shown(words)}")
+            raise NatsProtocolError(f"MSG has 3 or 4 words after it, not {len(tokens) - 1}: {_shown(tokens)}")
         try:
             return subject, _SMALL_NUMBERS[sid], reply, -1, _SMALL_NUMBERS[size]
         except KeyError:
-            return subject, _number(words, sid), reply, -1, _number(words, size)
-    if not 5 <= len(words) <= 6:
-        raise NatsProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {_shown(words)}")
-    reply = words[3] if len(words) == 6 else b""
-    headers_bytes, total_bytes = _number(words, words[-2]), _number(words, words[-1])
+            return subject, _number(tokens, sid), reply, -1, _number(tokens, size)
+    if not 5 <= len(tokens) <= 6:
+        raise NatsProtocolError(f"HMSG has 4 or 5 words after it, not {len(tokens) - 1}: {_shown(tokens)}")
+    reply = tokens[3] if len(tokens) == 6 else b""
+    headers_bytes, total_bytes = _number(tokens, tokens[-2]), _number(tokens, tokens[-1])
     if headers_bytes > total_bytes:
         raise NatsProtocolError(
-            f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(words)}"
+            f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(tokens)}"
         )
-    return words[1], _number(words, words[2]), reply, headers_bytes, total_bytes
+    return tokens[1], _number(tokens, tokens[2]), reply, headers_bytes, total_bytes
 
 
 def _decode_line(line: bytes) -> ServerOp:
@@ -365,11 +364,11 @@ def _decode_line(line: bytes) -> ServerOp:
     raise NatsProtocolError(f"unknown verb {verb[:32]!r}")
 
 
-def _number(words: list[bytes], word: bytes) -> int:
+def _number(tokens: list[bytes], word: bytes) -> int:
     if word.isdigit() and len(word) <= 19:
         return int(word)
-    raise NatsProtocolError(f"{word[:32]!r} is no number: {_shown(words)}")
+    raise NatsProtocolError(f"{word[:32]!r} is no number: {_shown(tokens)}")
 
 
-def _shown(words: list[bytes]) -> str:
-    return repr(b" ".join(words)[:200])
+def _shown(tokens: list[bytes]) -> str:
+    return repr(b" ".join(tokens)[:200])

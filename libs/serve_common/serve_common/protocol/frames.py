@@ -9,8 +9,7 @@ one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_p
 `WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
 first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
 router may send `CancelHead` at any time, and `ProbeHead` to check whether the replica still knows the request: one that
-works on it sends `AliveHead` where that is requested, one that has answered it lately sends the response again, others
-send `RefusedHead`.
+works on it sends `AliveHead`, one that has answered it lately sends the response again, others send `RefusedHead`.
 
 Kinds of requests (`RequestKind`). ``HTTP``: body and response are HTTP's. ``CALL``: a plain call; the body is JSON or
 bytes. ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the response a pickled value, or,
@@ -97,7 +96,7 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     scheme: str = "http"
     """The client's scheme: ``http``, ``https``, ``ws`` or ``wss``."""
     call: CallHead | None = None
-    patient: bool = False
+    may_queue: bool = False
     """A replica that is full may queue it, in the order of arrival, instead of refusing it."""
 
 
@@ -126,8 +125,6 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
 
     age_s: Seconds = 0.0
     """Seconds since it was sent; 0 is unknown."""
-    wants_sign: bool = False
-    """A replica that knows the request should send `AliveHead`; routers of former versions do not know that frame."""
 
 
 class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):

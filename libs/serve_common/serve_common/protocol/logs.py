@@ -17,7 +17,7 @@ from serve_common.protocol.decoding import UNREADABLE, Count, Label
 KINDS: Final = ("controller", "proxy", "host", "replica")
 """Kinds of processes, as in the subjects."""
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
-RECALL_LINES_MAX: Final = 200
+REPLAY_LINES_MAX: Final = 200
 
 
 def level_number(name: str) -> int:
@@ -36,7 +36,7 @@ def read_line(data: bytes) -> dict[str, Any]:
     return {"event": "print", "message": data.decode(errors="replace").rstrip("\n")}
 
 
-def kind_of(line: Mapping[str, Any], publisher_kind: str) -> str:
+def get_kind(line: Mapping[str, Any], publisher_kind: str) -> str:
     """The kind of process that logged ``line``: hosts also publish the lines of their replicas."""
     return "replica" if line.get("service") == "replica" else publisher_kind
 
@@ -63,7 +63,7 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class RecallLogs(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayRecentLogs(msgspec.Struct, frozen=True, kw_only=True):
     """Requests the newest lines that each process still has in memory.
 
     They publish them on the subject of `Subjects.recalled_log`; a process without matching lines sends nothing.
@@ -71,5 +71,5 @@ class RecallLogs(msgspec.Struct, frozen=True, kw_only=True):
 
     token: Label
     """Chosen by the requester; one token of a subject."""
-    limit: Count = RECALL_LINES_MAX
+    limit: Count = REPLAY_LINES_MAX
     filter: LogFilter = LogFilter()

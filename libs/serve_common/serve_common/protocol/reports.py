@@ -57,7 +57,7 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     """As in `BackendConfig`."""
     code_version: Count = 0
     """The backend's code version."""
-    companions: dict[BackendTag, Count] = {}
+    peer_versions: dict[BackendTag, Count] = {}
     """Code versions of the same application's other backends when this replica was decided: its requests prefer
     replicas of these, so that a chain keeps to one version of the application during an update."""
 
@@ -124,14 +124,14 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     proxy_id: Annotated[ProxyId, Meta(max_length=256)]
+    incarnation: Label
+    """As in `HostReport`."""
     sequence: Count
     """Rises within a run of the process."""
     started_at: Moment
     """When this run began, seconds since 1970."""
     applied_snapshot_id: Count
     """Every snapshot up to this id is applied; 0 before the bucket was read."""
-    incarnation: Label = ""
-    """As in `HostReport`; empty from a proxy of an earlier version."""
     address: Address = ""
     """Address it listens on, as host:port."""
     http_error: Text = ""

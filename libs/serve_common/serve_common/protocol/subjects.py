@@ -154,7 +154,7 @@ class Subjects:
         return subject.removeprefix(f"{self.prefix}.log.").partition(".")[0]
 
     @property
-    def log_recall(self) -> str:
+    def log_replay(self) -> str:
         """Where all processes receive requests for their recent log lines."""
         return f"{self.prefix}.log-recall"
 

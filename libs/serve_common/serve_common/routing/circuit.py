@@ -33,7 +33,7 @@ class WakeSignal:
         since_s = now - self._sent_at
         return since_s >= AGAIN_S or (self._sent_waiting == 1 < waiting and since_s >= SOON_S)
 
-    def told(self, now: float, waiting: int) -> None:
+    def record_sent(self, now: float, waiting: int) -> None:
         """Record that the message was sent."""
         self._sent_waiting, self._sent_at = waiting, now
 
@@ -62,7 +62,7 @@ class RecentCounts:
         self._seen = (0, 0)
         self._next_at = float("-inf")
 
-    def look(self, now: float, first: int, second: int) -> None:
+    def tick(self, now: float, first: int, second: int) -> None:
         """Record the totals. To be called often: growth since the last call counts as of now."""
         if now >= self._next_at:
             samples = self._samples
@@ -81,7 +81,7 @@ class RecentCounts:
 
     def grown(self, now: float, first: int, second: int) -> tuple[int, int]:
         """By how much each total grew within the window that ends now."""
-        self.look(now, first, second)
+        self.tick(now, first, second)
         _, first_then, second_then = self._samples[0]
         return first - first_then, second - second_then
 
@@ -129,30 +129,30 @@ class Circuit:
         """When it last changed from closed to open."""
         self._trial: RequestKey | None = None
 
-    def configure(self, config: CircuitBreaker, answered: int) -> None:
+    def configure(self, config: CircuitBreaker, completed: int) -> None:
         """Use ``config`` from now on; an open circuit stays open unless ``config`` disables it."""
         if config == self._config:
             return
         if config.window_s != self._config.window_s:
             self._recent = RecentCounts(config.window_s)
-            self._recent.forget(answered, self.failures)
+            self._recent.forget(completed, self.failures)
         self._config = config
         if not config.failure_percent:
-            self._close(answered)
+            self._close(completed)
 
-    def look(self, now: float, answered: int) -> None:
+    def tick(self, now: float, completed: int) -> None:
         """Record how many requests were answered so far; to be called often."""
-        self._recent.look(now, answered, self.failures)
+        self._recent.tick(now, completed, self.failures)
 
-    def fail(self, now: float, count: int, answered: int) -> None:
-        """Count ``count`` requests without a response; ``answered`` is how many got one so far."""
-        self._recent.look(now, answered, self.failures)
+    def fail(self, now: float, count: int, completed: int) -> None:
+        """Count ``count`` requests without a response; ``completed`` is how many got one so far."""
+        self._recent.tick(now, completed, self.failures)
         self.failures += count
         config = self._config
         if self.is_open or not config.failure_percent:
             return
-        answers, failures = self._recent.grown(now, answered, self.failures)
-        ended = answers + failures
+        completed_now, failures = self._recent.grown(now, completed, self.failures)
+        ended = completed_now + failures
         if ended >= config.requests_min and 100.0 * failures >= config.failure_percent * ended:
             self._open(now)
 
@@ -172,12 +172,12 @@ class Circuit:
         self._trial = request
         return None
 
-    def ended(self, request: RequestKey, now: float | None, answered: int) -> None:
-        """``request`` left the router: unanswered at ``now``, or, when that is None, with an answer."""
+    def ended(self, request: RequestKey, now: float | None, completed: int) -> None:
+        """``request`` left the router: incomplete at ``now``, or, when that is None, with an answer."""
         if request != self._trial:
             return
         if now is None:
-            self._close(answered)
+            self._close(completed)
         else:
             self._open(now)
 
@@ -186,17 +186,17 @@ class Circuit:
         if request == self._trial:
             self._trial = None
 
-    def reset_state(self, answered: int) -> None:
-        """Reset: the replicas that failed are gone, and new ones have no record yet; ``answered`` as in `fail`."""
-        self._close(answered)
+    def reset_state(self, completed: int) -> None:
+        """Reset: the replicas that failed are gone, and new ones have no record yet; ``completed`` as in `fail`."""
+        self._close(completed)
 
-    def forgive(self, since: float, answered: int) -> None:
+    def forgive(self, since: float, completed: int) -> None:
         """Failures from ``since`` on were not the backend's fault: an opening since then is undone.
 
         A circuit that opened before allows a trial at once.
         """
         if not self.is_open or self._open_since >= since:
-            self._close(answered)
+            self._close(completed)
         else:
             self._open_until, self._trial = 0.0, None
 
@@ -208,11 +208,11 @@ class Circuit:
         self._trial = None
         self._open_until = now + self._config.open_time_s
 
-    def _close(self, answered: int) -> None:
+    def _close(self, completed: int) -> None:
         self.is_open = False
         self._trial = None
         # The failures that opened it must not open it again at the next failure.
-        self._recent.forget(answered, self.failures)
+        self._recent.forget(completed, self.failures)
 
 
 WINDOW_S: Final = 10.0
@@ -237,9 +237,9 @@ class RetryBudget:
         """Retries that the budget did not allow."""
         self._recent = RecentCounts(WINDOW_S)
 
-    def look(self, now: float, requests: int) -> None:
+    def tick(self, now: float, requests: int) -> None:
         """Record how many requests the router got so far; to be called often."""
-        self._recent.look(now, requests, self.spent)
+        self._recent.tick(now, requests, self.spent)
 
     def take(self, now: float, requests: int) -> bool:
         """True when one more retry is allowed; it then counts as made."""

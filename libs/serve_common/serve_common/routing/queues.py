@@ -51,38 +51,38 @@ class RequestQueue:
     expired) must not cost a search.
     """
 
-    __slots__ = ("_heap", "_places")
+    __slots__ = ("_entries", "_heap")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestKey]] = []
-        self._places: dict[RequestKey, tuple[float, int]] = {}
+        self._entries: dict[RequestKey, tuple[float, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def __contains__(self, request: object) -> bool:
-        return request in self._places
+        return request in self._entries
 
     def push(self, request: RequestKey, deadline: float, arrival: int) -> None:
         """Add ``request``, which must not be waiting already. ``arrival`` orders equal deadlines."""
-        assert request not in self._places, f"{request} waits already"
-        self._places[request] = (deadline, arrival)
+        assert request not in self._entries, f"{request} waits already"
+        self._entries[request] = (deadline, arrival)
         heappush(self._heap, (deadline, arrival, request))
 
     def pop(self) -> RequestKey:
         """Remove and return the first one; the queue must not be empty."""
         while True:
             deadline, arrival, request = heappop(self._heap)
-            if self._places.get(request) == (deadline, arrival):
-                del self._places[request]
+            if self._entries.get(request) == (deadline, arrival):
+                del self._entries[request]
                 return request
 
     def discard(self, request: RequestKey) -> bool:
         """Remove ``request``; False when it does not wait."""
-        if self._places.pop(request, None) is None:
+        if self._entries.pop(request, None) is None:
             return False
-        if len(self._heap) > 2 * len(self._places) + _GARBAGE_MAX:
-            self._heap = [(*place, waiting) for waiting, place in self._places.items()]
+        if len(self._heap) > 2 * len(self._entries) + _GARBAGE_MAX:
+            self._heap = [(*entry, waiting) for waiting, entry in self._entries.items()]
             heapify(self._heap)
         return True
 
@@ -91,15 +91,15 @@ class RequestQueue:
         expired = []
         while self._heap and self._heap[0][0] <= now:
             deadline, arrival, request = heappop(self._heap)
-            if self._places.get(request) == (deadline, arrival):
-                del self._places[request]
+            if self._entries.get(request) == (deadline, arrival):
+                del self._entries[request]
                 expired.append(request)
         return expired
 
     def clear(self) -> list[RequestKey]:
         """Remove and return all, in order."""
-        waiting = sorted(self._places, key=self._places.__getitem__)
-        self._places.clear()
+        waiting = sorted(self._entries, key=self._entries.__getitem__)
+        self._entries.clear()
         self._heap.clear()
         return waiting
 
@@ -117,21 +117,21 @@ class TieredQueue:
     never do.
     """
 
-    __slots__ = ("_counts_spare", "_now", "_ordinary", "_seconds", "_spare", "_suspect")
+    __slots__ = ("_counts_shadows", "_now", "_ordinary", "_seconds", "_shadows", "_suspect")
 
     def __init__(self, now: Clock) -> None:
         self._now = now
         self._ordinary = RequestQueue()
-        self._spare = RequestQueue()
+        self._shadows = RequestQueue()
         self._suspect = RequestQueue()
         self._seconds = QueuedSeconds()
-        self._counts_spare = True
+        self._counts_shadows = True
 
     def __len__(self) -> int:
-        return len(self._ordinary) + len(self._suspect) + len(self._spare)
+        return len(self._ordinary) + len(self._suspect) + len(self._shadows)
 
     def __contains__(self, request: object) -> bool:
-        return request in self._ordinary or request in self._suspect or request in self._spare
+        return request in self._ordinary or request in self._suspect or request in self._shadows
 
     @property
     def depth(self) -> int:
@@ -149,20 +149,20 @@ class TieredQueue:
 
     def count_shadows(self, *, is_wanted: bool) -> None:
         """Set whether waiting shadow copies count towards `seconds` from now on."""
-        self._counts_spare = is_wanted
+        self._counts_shadows = is_wanted
         self._note()
 
     def push(
-        self, request: RequestKey, deadline: float, arrival: int, *, is_spare: bool, is_suspect: bool = False
+        self, request: RequestKey, deadline: float, arrival: int, *, is_shadow: bool, is_suspect: bool = False
     ) -> None:
         """Add ``request`` to its tier, as `RequestQueue.push`."""
-        queue = self._spare if is_spare else self._suspect if is_suspect else self._ordinary
+        queue = self._shadows if is_shadow else self._suspect if is_suspect else self._ordinary
         queue.push(request, deadline, arrival)
         self._note()
 
     def pop(self, *, with_suspects: bool) -> RequestKey | None:
         """Remove and return the first one; None when only suspects wait and ``with_suspects`` is false."""
-        queue = (with_suspects and self._suspect) or self._ordinary or self._spare
+        queue = (with_suspects and self._suspect) or self._ordinary or self._shadows
         if not queue:
             return None
         request = queue.pop()
@@ -172,26 +172,28 @@ class TieredQueue:
     def discard(self, request: RequestKey) -> bool:
         """Remove ``request``; False when it does not wait."""
         was_waiting = (
-            self._ordinary.discard(request) or self._suspect.discard(request) or self._spare.discard(request)
+            self._ordinary.discard(request)
+            or self._suspect.discard(request)
+            or self._shadows.discard(request)
         )
         self._note()
         return was_waiting
 
     def expire(self, now: float) -> list[RequestKey]:
         """Remove and return all whose deadline is reached."""
-        expired = self._ordinary.expire(now) + self._suspect.expire(now) + self._spare.expire(now)
+        expired = self._ordinary.expire(now) + self._suspect.expire(now) + self._shadows.expire(now)
         if expired:
             self._note()
         return expired
 
     def clear(self) -> list[RequestKey]:
         """Remove and return all, in order."""
-        waiting = self._ordinary.clear() + self._suspect.clear() + self._spare.clear()
+        waiting = self._ordinary.clear() + self._suspect.clear() + self._shadows.clear()
         self._note()
         return waiting
 
     def _note(self) -> None:
         waiting = len(self._ordinary) + len(self._suspect)
-        if self._counts_spare and self._spare:
-            waiting += len(self._spare)
+        if self._counts_shadows and self._shadows:
+            waiting += len(self._shadows)
         self._seconds.note(self._now(), waiting)

@@ -188,7 +188,7 @@ class ReplicaSlots:
         self.times_ejected = 0
 
 
-Draw = Callable[[], float]
+Rng = Callable[[], float]
 """Returns the next random number in [0, 1)."""
 
 
@@ -215,7 +215,7 @@ class ReplicaPolicy(Protocol):
     Why a protocol: the router's bookkeeping is the same for all policies, and none of them may change it.
     """
 
-    def choose(self, replicas: Sequence[L], draw: Draw) -> L:
+    def choose(self, replicas: Sequence[L], rng: Rng) -> L:
         """One of ``replicas``, which is not empty."""
         ...
 
@@ -224,13 +224,13 @@ class ReplicaPolicy(Protocol):
 class PowerOfTwoChoices:
     """The less loaded of two random replicas: nearly as even as comparing all, at constant cost."""
 
-    def choose(self, replicas: Sequence[L], draw: Draw) -> L:
+    def choose(self, replicas: Sequence[L], rng: Rng) -> L:
         """One of ``replicas``."""
         count = len(replicas)
         if count == 1:
             return replicas[0]
-        first = int(draw() * count)
-        second = int(draw() * (count - 1))
+        first = int(rng() * count)
+        second = int(rng() * (count - 1))
         if second >= first:
             second += 1
         one, other = replicas[first], replicas[second]
@@ -241,7 +241,7 @@ class PowerOfTwoChoices:
 class RoundRobin:
     """The replica whose last turn is the longest ago. Compares all of them."""
 
-    def choose(self, replicas: Sequence[L], draw: Draw) -> L:  # noqa: ARG002 - part of the Protocol
+    def choose(self, replicas: Sequence[L], rng: Rng) -> L:  # noqa: ARG002 - part of the Protocol
         """One of ``replicas``."""
         return min(replicas, key=lambda replica: replica.turn)
 
@@ -250,9 +250,9 @@ class RoundRobin:
 class RandomChoice:
     """Any replica, with equal probability."""
 
-    def choose(self, replicas: Sequence[L], draw: Draw) -> L:
+    def choose(self, replicas: Sequence[L], rng: Rng) -> L:
         """One of ``replicas``."""
-        return replicas[int(draw() * len(replicas))]
+        return replicas[int(rng() * len(replicas))]
 
 
 @final
@@ -268,7 +268,7 @@ class FixedPacking:
         self._current: object | None = None
         self._row = 0
 
-    def choose(self, replicas: Sequence[L], draw: Draw) -> L:  # noqa: ARG002 - part of the Protocol
+    def choose(self, replicas: Sequence[L], rng: Rng) -> L:  # noqa: ARG002 - part of the Protocol
         """One of ``replicas``."""
         if self._row < self._packing_num:
             for replica in replicas:
@@ -315,7 +315,7 @@ def choose_by_affinity(
     preferred: Affinity,
     replicas: Sequence[ReplicaSlots],
     policy: ReplicaPolicy,
-    draw: Draw,
+    rng: Rng,
     requests_max: int,
 ) -> ReplicaSlots:
     """One of ``replicas``, which is not empty; ``requests_max`` is how many requests a replica takes at once."""
@@ -324,8 +324,8 @@ def choose_by_affinity(
     if preferred.shard_hash is not None:
         return choose_by_hash(preferred.shard_hash, replicas)
     if preferred.model_id:
-        return _choose_for_model(preferred.model_id, replicas, policy, draw, requests_max)
-    return policy.choose(replicas, draw)
+        return _choose_for_model(preferred.model_id, replicas, policy, rng, requests_max)
+    return policy.choose(replicas, rng)
 
 
 def choose_by_hash(key_hash: int, replicas: Sequence[ReplicaSlots]) -> ReplicaSlots:
@@ -334,7 +334,7 @@ def choose_by_hash(key_hash: int, replicas: Sequence[ReplicaSlots]) -> ReplicaSl
 
 
 def _choose_for_model(
-    model_id: str, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
+    model_id: str, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, rng: Rng, requests_max: int
 ) -> ReplicaSlots:
     """A replica that has loaded the model, or the first in the model's order: then not every replica loads it.
 
@@ -343,7 +343,7 @@ def _choose_for_model(
     """
     holders = [slots for slots in replicas if model_id in slots.models]
     if len(holders) == len(replicas):
-        return policy.choose(replicas, draw)
+        return policy.choose(replicas, rng)
     model_hash = stable_hash(model_id)
     if not holders:
         holders = [choose_by_hash(model_hash, replicas)]
@@ -354,4 +354,4 @@ def _choose_for_model(
         ]
         if less_loaded:
             return choose_by_hash(model_hash, less_loaded)
-    return policy.choose(holders, draw)
+    return policy.choose(holders, rng)

@@ -20,9 +20,9 @@ from serve_common.routing.queues import Clock, RequestKey, TieredQueue
 from serve_common.routing.replica_choice import (
     Affinity,
     Block,
-    Draw,
     ReplicaPolicy,
     ReplicaSlots,
+    Rng,
     build_policy,
     choose_by_affinity,
 )
@@ -39,8 +39,8 @@ class _RequestState(msgspec.Struct, gc=False):
 
     deadline: float
     arrival: int
-    is_spare: bool
-    wish: Affinity | None
+    is_shadow: bool
+    affinity: Affinity | None
     slots: ReplicaSlots | None = None
     avoid: frozenset[ReplicaTag] = _NO_REPLICAS
     """Replicas that refused it: chosen only when there is no other."""
@@ -55,7 +55,7 @@ class Router:
     Times are seconds of one monotonic clock, passed with each call that needs it.
     """
 
-    def __init__(self, backend_tag: BackendTag, draw: Draw, now: Clock) -> None:
+    def __init__(self, backend_tag: BackendTag, rng: Rng, now: Clock) -> None:
         """Before the first snapshot there are no replicas and the limits are the defaults.
 
         ``now`` is read only when a request starts or stops waiting, for `queued_seconds`: requests that get a slot at
@@ -79,7 +79,7 @@ class Router:
         """True when a user set zero replicas: no waiting request will be answered."""
         self.wake_signal: Final = WakeSignal()
         """State of the wake messages while it is asleep."""
-        self._draw = draw
+        self._rng = rng
         self._policy: ReplicaPolicy = build_policy(
             self.protection.replica_policy, self.protection.packing_num
         )
@@ -120,7 +120,7 @@ class Router:
         return len(self._places) - len(self._queue)
 
     @property
-    def answered(self) -> int:
+    def completed(self) -> int:
         """Requests so far that a replica answered, with or without success."""
         return self._arrivals - len(self._places) - self._unanswered
 
@@ -156,35 +156,35 @@ class Router:
         deadline: float,
         *,
         is_admitted: bool = False,
-        is_spare: bool = False,
+        is_shadow: bool = False,
         is_suspect: bool = False,
-        wish: Affinity | None = None,
+        affinity: Affinity | None = None,
     ) -> SendTo | Queued | QueueFull:
         """Take a new request.
 
-        ``is_admitted``: it was admitted before, so no limit may refuse it now. ``is_spare``: a shadow copy, which waits
+        ``is_admitted``: it was admitted before, so no limit may refuse it now. ``is_shadow``: a copy, which waits
         behind all others, does not count towards the queue's limit, and is limited by the caller. ``is_suspect``: a
         replica died while it had this request, which may be the cause; it never gets the only healthy replica.
         """
         states = self._places
         assert request not in states, f"{request} is here already"
-        if not self._open and not is_admitted and not is_spare:
+        if not self._open and not is_admitted and not is_shadow:
             limit = self._max_queued_requests
             if 0 <= limit <= self._queue.depth:
                 self.queue_refusals += 1
                 return QueueFull(limit)
         self._arrivals = arrival = self._arrivals + 1
-        state = states[request] = _RequestState(deadline, arrival, is_spare, wish)
+        state = states[request] = _RequestState(deadline, arrival, is_shadow, affinity)
         if is_suspect:
             state.is_suspect = True
         if self._open and not (is_suspect and not self._may_risk_one()):
             return self._assign(request, state).send_to
-        self._queue.push(request, deadline, arrival, is_spare=is_spare, is_suspect=is_suspect)
+        self._queue.push(request, deadline, arrival, is_shadow=is_shadow, is_suspect=is_suspect)
         return _QUEUED
 
     def response_started(self, request: RequestKey) -> None:
         """``request``'s replica has responded, which an open circuit waits for; the slot stays taken."""
-        self.circuit.ended(request, None, self.answered)
+        self.circuit.ended(request, None, self.completed)
 
     def finished(self, request: RequestKey) -> Sequence[Dispatch]:
         """The replica has answered ``request`` completely. Unknown requests are ignored."""
@@ -192,7 +192,7 @@ class Router:
         if state is None:
             return _NOTHING
         if self.circuit.is_open:
-            self.circuit.ended(request, None, self.answered)
+            self.circuit.ended(request, None, self.completed)
         slots = state.slots
         if slots is None:  # it was sent, lost, and waits for a retry: the late response is as good
             self._queue.discard(request)
@@ -212,7 +212,7 @@ class Router:
             self._pool.count_failures(state.slots, now)
         return self._leave(request, now=None)
 
-    def unanswered(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
+    def incomplete(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
         """The replica lost ``request``, or was unresponsive until its deadline.
 
         Unknown requests are ignored.
@@ -255,7 +255,7 @@ class Router:
         state.slots = None
         state.avoid |= {replica}
         self._queue.push(
-            request, state.deadline, state.arrival, is_spare=state.is_spare, is_suspect=state.is_suspect
+            request, state.deadline, state.arrival, is_shadow=state.is_shadow, is_suspect=state.is_suspect
         )
         return self._dispatch_waiting()
 
@@ -330,7 +330,7 @@ class Router:
             lost += requests
             if not slots.is_draining and slots.block is not Block.RESTING:
                 died += requests
-        self._set_asleep(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
+        self._set_scaled_to_zero(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
         self.is_stopped = snapshot.is_stopped and not snapshot.replicas
         are_others_left = not known.isdisjoint(self._pool.replicas)
         return Applied(self._dispatch_waiting(), lost, frozenset(died), are_others_left)
@@ -344,16 +344,16 @@ class Router:
         self._unanswered += len(self._places)
         self._pool.clear()
         self._places.clear()
-        self._set_asleep(is_scaled_to_zero=False)
+        self._set_scaled_to_zero(is_scaled_to_zero=False)
         self.is_stopped = False
         return Dropped(waiting, lost)
 
     # -- time --
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Record counts of requests for the sliding windows; to be called often."""
-        self.retries.look(now, self._arrivals)
-        self.circuit.look(now, self.answered)
+        self.retries.tick(now, self._arrivals)
+        self.circuit.tick(now, self.completed)
 
     def reopen(self, now: float) -> Sequence[Dispatch]:
         """Make replicas available again whose block or ejection is over."""
@@ -364,7 +364,7 @@ class Router:
 
     def forgive(self, since: float) -> Sequence[Dispatch]:
         """Undo conclusions about replicas and backend from ``since`` on: the bus did not respond."""
-        self.circuit.forgive(since, self.answered)
+        self.circuit.forgive(since, self.completed)
         self._pool.forgive(since)
         return self._dispatch_waiting()
 
@@ -387,11 +387,11 @@ class Router:
         replicas: Sequence[ReplicaSlots] = self._open
         if state.avoid:
             replicas = [slots for slots in replicas if slots.tag not in state.avoid] or replicas
-        wish, limit = state.wish, self._max_concurrent_queries
-        if wish is None:
-            slots = self._policy.choose(replicas, self._draw)
+        affinity, limit = state.affinity, self._max_concurrent_queries
+        if affinity is None:
+            slots = self._policy.choose(replicas, self._rng)
         else:
-            slots = choose_by_affinity(wish, replicas, self._policy, self._draw, limit)
+            slots = choose_by_affinity(affinity, replicas, self._policy, self._rng, limit)
         slots.turn = self._turns = self._turns + 1
         requests = slots.requests
         requests.add(request)
@@ -407,8 +407,8 @@ class Router:
             return _NOTHING
         if now is not None:
             self._unanswered += 1
-            self.circuit.fail(now, 1, self.answered)
-        self.circuit.ended(request, now, self.answered)
+            self.circuit.fail(now, 1, self.completed)
+        self.circuit.ended(request, now, self.completed)
         return self._free(request, state)
 
     def _free(self, request: RequestKey, state: _RequestState) -> Sequence[Dispatch]:
@@ -436,9 +436,9 @@ class Router:
         for request in lost:
             del self._places[request]
         self._unanswered += len(lost)
-        self.circuit.fail(now, len(lost), self.answered)
+        self.circuit.fail(now, len(lost), self.completed)
         for request in lost:
-            self.circuit.ended(request, now, self.answered)
+            self.circuit.ended(request, now, self.completed)
         return lost
 
     def _dispatch_waiting(self) -> Sequence[Dispatch]:
@@ -458,10 +458,10 @@ class Router:
         healthy = (slots for slots in self._pool.replicas.values() if slots.is_healthy)
         return next(healthy, None) is not None and next(healthy, None) is not None
 
-    def _set_asleep(self, *, is_scaled_to_zero: bool) -> None:
+    def _set_scaled_to_zero(self, *, is_scaled_to_zero: bool) -> None:
         if is_scaled_to_zero and not self.is_scaled_to_zero:
             # An open circuit would let only one of the first requests wake the backend and refuse the others.
-            self.circuit.reset_state(self.answered)
+            self.circuit.reset_state(self.completed)
         self.is_scaled_to_zero = is_scaled_to_zero
         self._queue.count_shadows(is_wanted=not is_scaled_to_zero)
         if not is_scaled_to_zero:
@@ -475,4 +475,4 @@ class Router:
         ):
             self._policy = build_policy(protection.replica_policy, protection.packing_num)
         self.retries.percent = protection.retry_budget_percent
-        self.circuit.configure(protection.circuit_breaker, self.answered)
+        self.circuit.configure(protection.circuit_breaker, self.completed)

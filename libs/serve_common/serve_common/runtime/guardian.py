@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -39,7 +40,29 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
-def exit_code_of(status: int) -> int:
+def command(
+    argv: Sequence[str],
+    *,
+    report_fd: int | None = None,
+    stop_signal: int = signal.SIGTERM,
+    stop_timeout_s: float = 5.0,
+) -> list[str]:
+    """The command line that runs ``argv`` under a guardian whose parent is this process.
+
+    The pid of ``argv`` is written to ``report_fd`` as a line. Told to stop, the guardian sends ``stop_signal``, and
+    SIGKILL after ``stop_timeout_s`` seconds. Start it on a thread that lives as long as this process: the kernel
+    signals the guardian when the thread that started it ends.
+    """
+    return [
+        *(sys.executable, "-I", "-S", __file__),
+        *("--parent", str(os.getpid())),
+        *(() if report_fd is None else ("--report-fd", str(report_fd))),
+        *("--stop-signal", str(int(stop_signal)), "--stop-timeout-s", str(stop_timeout_s), "--"),
+        *argv,
+    ]
+
+
+def get_exit_code(status: int) -> int:
     """The exit code of a wait status as a shell reports it: the code, or 128 + signal."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
@@ -123,7 +146,7 @@ def guard(main_pid: int, stop_signal: int, stop_timeout_s: float) -> int:
         received = signal.sigtimedwait(_HANDLED_SIGNALS, wait_s)
         status = reap(main_pid)
         if status is not None:
-            return exit_code_of(status)
+            return get_exit_code(status)
         if received is not None and received.si_signo in _STOP_SIGNALS and kill_at is None:
             _send(main_pid, stop_signal)
             kill_at = time.monotonic() + stop_timeout_s

@@ -56,7 +56,7 @@ class ThreadLoopLag:
         self._now = now
         self._scheduled_at: float | None = None
 
-    def ask(self) -> None:
+    def measure(self) -> None:
         """Measure, unless a measurement is in progress. Raises RuntimeError when the loop is closed."""
         if self._scheduled_at is None:
             self._scheduled_at = self._now()

@@ -28,8 +28,8 @@ def check_url(url: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"{url}: {error}"
     head, _, body = response.partition(b"\r\n\r\n")
-    words = head.split(b" ", 2)
-    if len(words) > 1 and words[1] == b"200":
+    tokens = head.split(b" ", 2)
+    if len(tokens) > 1 and tokens[1] == b"200":
         return None
     return f"{url}: {(body or head).decode(errors='replace').strip()[:200] or 'no answer'}"
 

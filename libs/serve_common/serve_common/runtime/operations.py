@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 import structlog
 from aiohttp import web
@@ -40,7 +40,9 @@ from serve_common.telemetry.catalogue.services import (
 )
 from serve_common.telemetry.log_lines import RefusedMessages, dropped_lines
 from serve_common.telemetry.metrics import Observations
-from serve_common.telemetry.otlp import OpenTracing, SpanCounts
+
+if TYPE_CHECKING:
+    from serve_common.telemetry.otlp import Counts, OtlpTracing
 
 _WILDCARDS: Final = frozenset({"", "*", "0.0.0.0", "::", "0:0:0:0:0:0:0:0"})  # noqa: S104 - compared with, not bound
 
@@ -121,8 +123,8 @@ class OperationsPages(Protocol):
 
 
 @final
-class OperationsSite:
-    """Serves the three paths, on a thread of its own, until closed.
+class OperationsServer:
+    """The operations port of a process: serves the three paths, on a thread of its own, until closed.
 
     Why apart from any traffic: scrapes and probes must be answered also while the service drains or its queue is full.
     Why a thread: also when the service's loop is stuck, scrapes must go on, and a probe must be answered with "the loop
@@ -130,16 +132,22 @@ class OperationsSite:
     """
 
     def __init__(self, settings: OperationsSettings, pages: OperationsPages) -> None:
-        """``pages`` are served on the port's own thread after `start`."""
+        """``pages`` are served on the port's own thread after `start`.
+
+        The loop on which `start` is called is checked too: a process whose loop is stuck is neither healthy nor ready.
+        """
         self.port = settings.port
         """Port to listen on; after `start` the bound one."""
         self._settings = settings
         self._pages = pages
+        self._heartbeat = Heartbeat(settings.unhealthy_after_s)
+        self._tasks = TaskOwner("operations")
         self._thread: LoopThread | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Listen; raises OSError when the port is taken."""
+        self._tasks.start(self._heartbeat.run(), "heartbeat")
         self._thread = LoopThread("operations")
         try:
             await asyncio.wrap_future(self._thread.submit(self._listen()))
@@ -149,6 +157,7 @@ class OperationsSite:
 
     async def close(self) -> None:
         """Stop listening; bounded in time."""
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -185,72 +194,37 @@ class OperationsSite:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return _health_response(await self._pages.health_error())
+        return _health_response(self._heartbeat.health_error() or await self._pages.health_error())
 
     async def _readyz(self, _request: web.Request) -> web.Response:
-        return _health_response(await self._pages.readiness_error())
+        return _health_response(self._heartbeat.health_error() or await self._pages.readiness_error())
 
 
 @final
-class OperationsServer:
-    """The operations port of a process with one loop."""
+class ProcessPages:
+    """The `OperationsPages` of one process."""
 
     def __init__(
         self,
-        settings: OperationsSettings,
         registry: CollectorRegistry,
         *,
         readiness_error: HealthProbe,
         health_error: HealthProbe = lambda: None,
     ) -> None:
-        """``health_error`` should return a reason only when a restart of the process would help.
-
-        The loop on which `start` is called is checked anyway.
-        """
-        self._heartbeat = Heartbeat(settings.unhealthy_after_s)
-        pages = _ProcessPages(registry, self._heartbeat, readiness_error, health_error)
-        self._site = OperationsSite(settings, pages)
-        self._tasks = TaskOwner("operations")
-
-    @property
-    def port(self) -> int:
-        """Port to listen on; after `start` the bound one."""
-        return self._site.port
-
-    async def start(self) -> None:
-        """Listen; raises OSError when the port is taken. ``port`` is then the bound one (0 picks a free one)."""
-        self._tasks.start(self._heartbeat.run(), "heartbeat")
-        await self._site.start()
-
-    async def close(self) -> None:
-        """Stop listening."""
-        await self._tasks.close(_CLOSE_TIMEOUT_S)
-        await self._site.close()
-
-
-@final
-class _ProcessPages:
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        heartbeat: Heartbeat,
-        readiness_error: HealthProbe,
-        health_error: HealthProbe,
-    ) -> None:
+        """``health_error`` should return a reason only when a restart of the process would help."""
         self._registry = registry
-        self._heartbeat = heartbeat
-        self._why_not_ready = readiness_error
-        self._why_not_healthy = health_error
+        self._readiness_error = readiness_error
+        self._health_error = health_error
 
     async def metrics(self, names: Collection[str]) -> bytes:
         # In a thread: the multiprocess collector reads files, which must not delay a probe.
         return await asyncio.to_thread(metrics_page, self._registry, names)
 
     async def health_error(self) -> str | None:
-        return self._heartbeat.health_error() or self._why_not_healthy()
+        return self._health_error()
 
     async def readiness_error(self) -> str | None:
-        return self._heartbeat.health_error() or self._why_not_ready()
+        return self._readiness_error()
 
     async def close(self) -> None:
         """Do nothing."""
@@ -321,10 +295,20 @@ def register_process_metrics(
     GCCollector(registry=registry)
 
 
-def build_family(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
-    """An empty family of a counter or gauge, for this scrape."""
+def build_family(
+    spec: MetricSpec, samples: Iterable[tuple[Sequence[str], float]] = ()
+) -> CounterMetricFamily | GaugeMetricFamily:
+    """A family of a counter or gauge, for this scrape; ``samples`` are label values and the value that they have."""
     make = CounterMetricFamily if spec.kind is MetricKind.COUNTER else GaugeMetricFamily
-    return make(spec.family, spec.text, labels=spec.labels)
+    family = make(spec.family, spec.text, labels=spec.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def build_single(spec: MetricSpec, value: float) -> Metric:
+    """A counter or gauge without labels, for this scrape."""
+    return build_family(spec, [((), value)])
 
 
 def build_histogram_family(spec: MetricSpec) -> HistogramMetricFamily:
@@ -355,21 +339,14 @@ class _ProcessCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield _lag_family(self._lag.observations)
-        connected = build_family(BUS_CONNECTED)
-        for name, is_connected in self._connections.items():
-            connected.add_metric([name], float(is_connected()))
-        yield connected
-        identities = build_family(BUS_IDENTITIES)
-        identities.add_metric([], float(has_identity()))
-        yield identities
-        dropped = build_family(LOG_LINES_DROPPED)
-        for reason, lines in dropped_lines.by_reason().items():
-            dropped.add_metric([reason], float(lines))
-        yield dropped
-        messages = build_family(REFUSED_MESSAGES)
-        for kind, count in self._refused.counts.items():
-            messages.add_metric([kind], count)
-        yield messages
+        connections = self._connections.items()
+        yield build_family(BUS_CONNECTED, (([name], is_connected()) for name, is_connected in connections))
+        yield build_single(BUS_IDENTITIES, has_identity())
+        dropped = dropped_lines.by_reason()
+        yield build_family(LOG_LINES_DROPPED, (([reason], lines) for reason, lines in dropped.items()))
+        yield build_family(
+            REFUSED_MESSAGES, (([kind], count) for kind, count in self._refused.counts.items())
+        )
 
 
 def _lag_family(observations: Observations) -> Metric:
@@ -378,7 +355,7 @@ def _lag_family(observations: Observations) -> Metric:
     return family
 
 
-def register_trace_metrics(registry: CollectorRegistry, tracing: OpenTracing | None) -> None:
+def register_trace_metrics(registry: CollectorRegistry, tracing: OtlpTracing | None) -> None:
     """Export metrics of spans by ``registry``; does nothing when tracing is off.
 
     Why: a trace that lacks spans looks like one whose work was never done, and nothing in it shows the difference.
@@ -389,11 +366,9 @@ def register_trace_metrics(registry: CollectorRegistry, tracing: OpenTracing | N
 
 @final
 class _SpansCollector(Collector):
-    def __init__(self, counts: SpanCounts) -> None:
+    def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:
-        dropped = build_family(SPANS_DROPPED)
-        for reason, count in self._counts.dropped_by_reason.items():
-            dropped.add_metric([reason], count)
-        yield dropped
+        dropped = self._counts.dropped_by_reason
+        yield build_family(SPANS_DROPPED, (([reason], count) for reason, count in dropped.items()))

@@ -29,18 +29,18 @@ def ensure_private_directory(path: Path) -> None:
         path.mkdir(mode=0o700)
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        move_aside(path)
+        quarantine(path)
         path.mkdir(mode=0o700)
     elif stat.S_IMODE(found.st_mode) != 0o700:
         path.chmod(0o700)
 
 
-def move_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     """Free the name ``path``. Raises OSError; what cannot be removed stays beside it, under another name."""
-    aside = path.with_name(f".{path.name}.aside-{secrets.token_hex(4)}")
-    path.rename(aside)
+    quarantined = path.with_name(f".{path.name}.aside-{secrets.token_hex(4)}")
+    path.rename(quarantined)
     _log.warning("moved_aside", path=str(path), reason="it is not what was made there")
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
+    if quarantined.is_dir() and not quarantined.is_symlink():
+        shutil.rmtree(quarantined, ignore_errors=True)
     else:
-        aside.unlink(missing_ok=True)
+        quarantined.unlink(missing_ok=True)

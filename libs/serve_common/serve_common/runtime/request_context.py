@@ -12,7 +12,7 @@ import msgspec
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import Login
 from serve_common.runtime.settings import BusSettings
-from serve_common.telemetry.spans import parse_trace_id
+from serve_common.telemetry.trace_context import parse_trace_id
 
 DISCONNECTED_MAX: Final = 5_000
 """Disconnected requests that are remembered: a thread may go on after the task of its request has ended."""
@@ -97,7 +97,7 @@ class CurrentReplica(msgspec.Struct, kw_only=True):
     may_call: tuple[str, ...] | None = None
     """As in `BackendConfig`; a reconfigure may renew it."""
     code_version: int
-    companions: dict[BackendTag, int]
+    peer_versions: dict[BackendTag, int]
     """As in `ReplicaGoal`; a reconfigure may renew it."""
     servable_object: object = None
     """The user's constructed object; None until the constructor has returned."""

@@ -89,9 +89,9 @@ class Environment:
 
         A container keeps its host name over a restart, so its identity survives the restart too.
         """
-        given = self._variables.get(name)
-        if given:
-            return check_name(given, name)
+        text = self._variables.get(name)
+        if text:
+            return check_name(text, name)
         host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname()).strip("-")
         return check_name(host[:63] or uuid.uuid4().hex[:12], name)
 
@@ -100,7 +100,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach NATS as one role."""
 
     servers: list[str]
-    """``nats://host:port`` or ``tls://host:port``, several for a cluster."""
+    """Addresses of NATS, as ``nats://host:port`` or ``tls://host:port``; several for a cluster."""
     user: str
     """A plain user's name, or, with ``credentials``, the user's name in messages."""
     password: str = ""
@@ -110,7 +110,9 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     inbox_prefix: str
     """Private to the role, so that no other role can read its replies."""
     subject_prefix: str
+    """First part of all subjects, so that several stacks can share one NATS."""
     tls_ca_file: str | None = None
+    """File of the certificate authority that signed the servers' certificates; None uses the system's."""
 
     def __repr__(self) -> str:
         return f"BusSettings(servers={self.servers!r}, user={self.user!r}, …)"
@@ -127,8 +129,9 @@ class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     """Addresses to listen on: names or addresses, separated by commas; of a name, the addresses of this machine."""
     port: int
+    """TCP port; 0 lets the system choose."""
     advertise: str = ""
-    """How others reach it: ``host``, ``host:port`` or ``:port``. Missing parts are detected (`metrics_url`)."""
+    """How others reach it: ``host``, ``host:port`` or ``:port``. Missing parts are detected."""
     unhealthy_after_s: float = 20.0
     """Seconds that the loop may be stuck, or a NATS ping unanswered, before the process counts as unhealthy."""
 

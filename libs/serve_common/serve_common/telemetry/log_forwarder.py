@@ -7,33 +7,36 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol, final
 
 import msgspec
 import structlog
 
-from serve_common.errors import BadField
+from serve_common.errors import BadField, ServeError
 from serve_common.names import check_name
 from serve_common.nats.connection import BusConnection
-from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.pacing import TokenBucket
 from serve_common.ports import Clock
 from serve_common.protocol.decoding import UNREADABLE
-from serve_common.protocol.logs import RECALL_LINES_MAX, RecallLogs, kind_of, read_line
+from serve_common.protocol.logs import REPLAY_LINES_MAX, ReplayRecentLogs, get_kind, read_line
 from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import TOO_MANY, RateLimitedLogger, dropped_line, dropped_lines
 
 WAITING_BYTES_MAX: Final = 4 * 1024 * 1024
 """Limit of lines that the forwarder's thread has not taken yet."""
 UNSENT_LINES_MAX: Final = 1_000
 """Limit of lines that wait for the bus."""
+PUBLISHED_LINES_PER_S: Final = 500.0
+PUBLISHED_LINES_BURST: Final = 1_000.0
 RECENT_BYTES_MAX: Final = 512 * 1024
 PIECE_BYTES_MAX: Final = 64 * 1024
 """Largest piece published at once: far below NATS' message limit, and the size of a datagram."""
 GATHER_S: Final = 0.02
 """Seconds between rounds, so that a burst leaves in large pieces."""
 _RETRY_S: Final = 0.5
-"""Seconds between attempts while the outlet takes nothing."""
+"""Seconds between attempts while the sink takes nothing."""
 _FLUSH_WAIT_S: Final = 1.0
 """Seconds that the last flush of a process waits for a round that is blocked."""
 
@@ -46,28 +49,9 @@ class LogSink(Protocol):
         ...
 
 
-class TokenBucket:
-    """A token bucket for published lines: ``rate_per_s`` lines per second, and bursts of ``burst``."""
-
-    def __init__(self, rate_per_s: float = 500.0, burst: float = 1_000.0) -> None:
-        self._rate_per_s = rate_per_s
-        self._burst = burst
-        self._tokens = burst
-        self._at = 0.0
-
-    def take(self, now: float) -> bool:
-        """Take a token; False when there is none."""
-        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate_per_s)
-        self._at = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
-
-
 @final
 class LogForwarder:
-    """Lines in, from any thread; lines out to ``write`` and to an outlet.
+    """Lines in, from any thread; lines out to ``write`` and to a sink.
 
     Why a thread: code that logs waits neither for a file, nor for the bus, nor for their readers. It starts with the
     first line, and sleeps while there are none. Why everything is bounded: a loop that prints fills any queue, so what
@@ -87,10 +71,10 @@ class LogForwarder:
         self._write = write
         self._ids = ids
         self._clock = clock
-        self._outlet: LogSink | None = None
-        self._recent: deque[bytes] = deque(maxlen=RECALL_LINES_MAX)
+        self._sink: LogSink | None = None
+        self._recent: deque[bytes] = deque(maxlen=REPLAY_LINES_MAX)
         self._recent_bytes = 0
-        self._rate = TokenBucket()
+        self._rate = TokenBucket(PUBLISHED_LINES_PER_S, PUBLISHED_LINES_BURST)
         self._lock = threading.Lock()
         self._round = threading.Lock()
         self._wake = threading.Event()
@@ -118,13 +102,13 @@ class LogForwarder:
         if not self._wake.is_set():
             self._wake.set()
 
-    def use(self, outlet: LogSink | None) -> None:
-        """Publish to ``outlet`` from now on, starting with the lines that wait."""
-        self._outlet = outlet
+    def use(self, sink: LogSink | None) -> None:
+        """Publish to ``sink`` from now on, starting with the lines that wait."""
+        self._sink = sink
         self._wake.set()
 
     def count_lost(self, lines: int) -> None:
-        """Count lines that will not be published, such as those that an outlet took and could not send."""
+        """Count lines that will not be published, such as those that a sink took and could not send."""
         with self._lock:
             self._unpublished += lines
 
@@ -154,7 +138,7 @@ class LogForwarder:
     def _reset_in_child(self) -> None:
         """Reset after a fork: it copies neither the thread nor a lock's owner, and bus and lines are the parent's."""
         self._lock, self._round, self._wake = threading.Lock(), threading.Lock(), threading.Event()
-        self._thread = self._outlet = None
+        self._thread = self._sink = None
         self._waiting, self._unsent = deque(), deque()
         self._waiting_bytes = self._dropped = self._unpublished = 0
         self._is_child = True
@@ -162,7 +146,7 @@ class LogForwarder:
     def _run(self) -> None:
         while True:
             # Retry without new lines what could not be published yet.
-            has_unsent = self._outlet is not None and (self._unsent or self._unpublished)
+            has_unsent = self._sink is not None and (self._unsent or self._unpublished)
             self._wake.wait(_RETRY_S if has_unsent else None)
             self._wake.clear()
             with self._round:
@@ -181,7 +165,7 @@ class LogForwarder:
             for piece, _ in pieces(lines):
                 self._write(piece)
         with self._lock:
-            for line in list(lines)[-RECALL_LINES_MAX:]:
+            for line in list(lines)[-REPLAY_LINES_MAX:]:
                 self._remember(line)
         self._publish()
 
@@ -200,18 +184,18 @@ class LogForwarder:
         """False when a line is dropped: this one over the rate, or the oldest that waits for the bus."""
         if not self._rate.take(self._clock.now()):
             return False
-        has_room = len(self._unsent) < UNSENT_LINES_MAX
-        if not has_room:
+        has_space = len(self._unsent) < UNSENT_LINES_MAX
+        if not has_space:
             self._unsent.popleft()
         self._unsent.append(line)
-        return has_room
+        return has_space
 
     def _publish(self) -> None:
-        outlet = self._outlet
-        if outlet is None or not (self._unsent or self._unpublished):
+        sink = self._sink
+        if sink is None or not (self._unsent or self._unpublished):
             return
         for piece, count in pieces(self._unsent):
-            if not outlet.publish(piece, count):
+            if not sink.publish(piece, count):
                 return
             for _ in range(count):
                 self._unsent.popleft()
@@ -219,7 +203,7 @@ class LogForwarder:
             with self._lock:
                 left_out, self._unpublished = self._unpublished, 0
             line = self._dropped_line(left_out, "more than the bus is given; they are in the log itself")
-            if not outlet.publish(line, 1):
+            if not sink.publish(line, 1):
                 self.count_lost(left_out)
 
 
@@ -242,19 +226,19 @@ def pieces(lines: Sequence[bytes]) -> list[tuple[bytes, int]]:
 def recalled(
     payload: bytes, kind: str, recent: Sequence[bytes], subjects: Subjects
 ) -> Iterator[tuple[str, bytes]]:
-    """Subjects and payloads to publish in response to a `RecallLogs`. Raises `BadField` when it is malformed.
+    """Subjects and payloads to publish in response to a `ReplayRecentLogs`. Raises `BadField` when it is malformed.
 
     Without it `muster logs` would start with nothing. Why published and not replied: a process that runs user code must
     not be able to write to the inboxes of users' tools.
     """
     try:
-        request = msgspec.json.decode(payload, type=RecallLogs)
+        request = msgspec.json.decode(payload, type=ReplayRecentLogs)
     except UNREADABLE as error:
         raise BadField("recall", str(error)) from error
     subject = subjects.recalled_log(check_name(request.token, "token"), kind)
     read = [(line, read_line(line)) for line in recent]
     wanted = [
-        (line, fields) for line, fields in read if request.filter.matches(kind_of(fields, kind), fields)
+        (line, fields) for line, fields in read if request.filter.matches(get_kind(fields, kind), fields)
     ]
     wanted.sort(key=lambda each: str(each[1].get("timestamp", "")))
     for piece, _ in pieces([line for line, _ in wanted[-request.limit :]] if request.limit > 0 else []):
@@ -262,51 +246,99 @@ def recalled(
 
 
 _log = structlog.get_logger(__name__)
-_NOT_SENT = (NotConnected, OutboundFull, PayloadTooLarge)
+_PUBLISHES_MAX: Final = 16
+"""Concurrent publishes of log lines."""
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+Send = Callable[[str, bytes], Awaitable[None]]
+"""Publish a payload on a subject. Raises a `ServeError` when that is not possible."""
 
 
 @final
 class NatsLogSink:
-    """A `LogSink` that publishes on the loop of a `BusConnection`."""
+    """A `LogSink` that publishes on the event loop on which it was made, and replays recent lines on request."""
 
     def __init__(
-        self, forwarder: LogForwarder, bus: BusConnection, subjects: Subjects, kind: str, process_id: str
+        self,
+        forwarder: LogForwarder,
+        subjects: Subjects,
+        kind: str,
+        process_id: str,
+        of_others: Callable[[], list[bytes]] = list,
     ) -> None:
-        """Must be called on the connection's loop; publishes from now on."""
+        """Publishes nothing before `join` or `open`.
+
+        ``of_others`` returns recent lines of other processes, retained by this one.
+        """
+        self.replay_subject: Final = subjects.log_replay
+        """Subject of requests for `replay_recent`."""
         self._forwarder = forwarder
-        self._bus = bus
         self._subjects = subjects
         self._kind = kind
         self._subject = subjects.log(kind, process_id)
+        self._of_others = of_others
         self._loop = asyncio.get_running_loop()
+        self._tasks = TaskOwner("logs")
+        self._is_connected: Callable[[], bool] = lambda: False
+        self._send: Send | None = None
         self._refused = RateLimitedLogger(_log.warning)
-        bus.subscribe(subjects.log_recall, self._replay_recent)
-        forwarder.use(self)
+
+    def join(self, bus: BusConnection) -> None:
+        """Publish over ``bus``, which must be on the same loop, from now on."""
+
+        async def send(subject: str, piece: bytes) -> None:
+            bus.publish(subject, piece)
+
+        def on_replay(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+            if self._send is not None and len(self._tasks) < _PUBLISHES_MAX:
+                self._tasks.start(self.replay_recent(payload), "replay")
+
+        bus.subscribe(self.replay_subject, on_replay)
+        self.open(lambda: bus.is_connected, send)
+
+    def open(self, is_connected: Callable[[], bool], send: Send) -> None:
+        """Publish by ``send`` from now on, while ``is_connected``, which is called on any thread."""
+        self._is_connected, self._send = is_connected, send
+        self._forwarder.use(self)
 
     def publish(self, piece: bytes, lines: int) -> bool:
-        if not self._bus.is_connected or self._loop.is_closed():
+        if not self._is_connected() or len(self._tasks) >= _PUBLISHES_MAX:
             return False
         try:
-            self._loop.call_soon_threadsafe(self._send, piece, lines)
-        except RuntimeError:  # closed in this moment
+            self._loop.call_soon_threadsafe(self._start, piece, lines)
+        except RuntimeError:  # the loop is closed: the process ends
             return False
         return True
+
+    async def replay_recent(self, payload: bytes) -> None:
+        """Respond to a `ReplayRecentLogs`."""
+        if self._send is None:
+            return
+        try:
+            recent = [*self._of_others(), *self._forwarder.recent()]
+            for subject, piece in recalled(payload, self._kind, recent, self._subjects):
+                await self._send(subject, piece)
+        except ServeError as error:
+            self._refused.log(time.monotonic(), "logs_not_recalled", reason=str(error))
 
     async def close(self) -> None:
         """Publish the lines that wait, and none after that; the connection may be closed then."""
         self._forwarder.flush()
         self._forwarder.use(None)
-        await asyncio.sleep(0)  # send what was just scheduled
+        # What was just scheduled becomes tasks, and those send.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self._send = None
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
 
-    def _send(self, piece: bytes, lines: int) -> None:
-        try:
-            self._bus.publish(self._subject, piece)
-        except _NOT_SENT:
+    def _start(self, piece: bytes, lines: int) -> None:
+        if self._send is None:
             self._forwarder.count_lost(lines)
+        else:
+            self._tasks.start(self._publish(self._send, piece, lines), "publish")
 
-    def _replay_recent(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+    async def _publish(self, send: Send, piece: bytes, lines: int) -> None:
         try:
-            for subject, piece in recalled(payload, self._kind, self._forwarder.recent(), self._subjects):
-                self._bus.publish(subject, piece)
-        except (BadField, *_NOT_SENT) as error:
-            self._refused.log(time.monotonic(), "logs_not_recalled", reason=str(error))
+            await send(self._subject, piece)
+        except ServeError:
+            self._forwarder.count_lost(lines)

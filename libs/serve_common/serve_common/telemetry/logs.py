@@ -19,7 +19,7 @@ from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_common.telemetry.log_lines import StandardError, encode_text_line
-from serve_common.telemetry.tracer import current_trace_id
+from serve_common.telemetry.request_traces import current_trace_id
 
 _LEVELS: Final = {
     "DEBUG": logging.DEBUG,
@@ -38,7 +38,7 @@ def log_level() -> int:
 def configure_logs(service: str, **ids: str) -> LogForwarder:
     """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``.
 
-    The returned forwarder gets an outlet once there is a bus.
+    The returned forwarder gets a sink once there is a bus.
     """
     lines_ids, clock = {"service": service, **ids}, SystemClock()
     forwarder = LogForwarder(StandardError(lines_ids, clock).write, lines_ids, clock)
@@ -81,7 +81,7 @@ def _configure(forwarder: LogForwarder, service: str, ids: dict[str, str]) -> No
     ]
     level = log_level()
     # It has the methods of a file that are used.
-    file = cast("TextIO", _RelayFile(forwarder))
+    file = cast("TextIO", _ForwardingFile(forwarder))
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer(ensure_ascii=False)],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -104,7 +104,7 @@ def _configure(forwarder: LogForwarder, service: str, ids: dict[str, str]) -> No
 
 
 @final
-class _RelayFile:
+class _ForwardingFile:
     """Where finished lines are written to; never waits and never raises."""
 
     def __init__(self, forwarder: LogForwarder) -> None:

@@ -182,17 +182,17 @@ _M = TypeVar("_M", LocalCounter, LocalGauge, LocalHistogram)
 _OWN_LABEL: Final = "backend_tag"
 
 
-class Measures:
+class ProcessMetrics:
     """The registry of a process' metrics, by name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._measures: dict[str, AnyMeasure] = {}
+        self._metrics: dict[str, AnyMeasure] = {}
         self._names: dict[str, str] = {}
         """The metric that owns each name of a sample or family."""
 
     def __len__(self) -> int:
-        return len(self._measures)
+        return len(self._metrics)
 
     def total(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> LocalCounter:
         """The counter of that specification, created when it does not exist.
@@ -219,14 +219,14 @@ class Measures:
 
     def pending(self) -> Iterator[AnyMeasure]:
         """Metrics that have something to drain."""
-        for measure in list(self._measures.values()):
+        for measure in list(self._metrics.values()):
             if measure._has_pending():  # noqa: SLF001 - it is this module's
                 yield measure
 
     def renew_locks(self) -> None:
         """Replace the locks in a forked child, where another thread's lock would stay locked for ever."""
         self._lock = threading.Lock()
-        for measure in self._measures.values():
+        for measure in self._metrics.values():
             measure.lock = threading.Lock()
 
     def _declare(
@@ -237,7 +237,7 @@ class Measures:
         aggregate: Aggregate = Aggregate.SUM,
     ) -> _M:
         with self._lock:
-            known = self._measures.get(spec.name)
+            known = self._metrics.get(spec.name)
             if known is not None:
                 return self._same(kind, known, spec)
             for name in {spec.family, *spec.series}:
@@ -248,7 +248,7 @@ class Measures:
             labels = tuple(label for label in spec.labels if label != _OWN_LABEL)
             measure = kind(spec, labels, series_max, threading.Lock())
             measure.aggregate = aggregate
-            self._measures[spec.name] = measure
+            self._metrics[spec.name] = measure
             self._names.update(dict.fromkeys({spec.family, *spec.series}, spec.name))
             return measure
 
@@ -267,7 +267,7 @@ class Measures:
         return known
 
 
-measures: Final = Measures()
+process_metrics: Final = ProcessMetrics()
 """The metrics of this process."""
 
-os.register_at_fork(after_in_child=measures.renew_locks)
+os.register_at_fork(after_in_child=process_metrics.renew_locks)

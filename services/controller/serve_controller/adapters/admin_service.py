@@ -20,14 +20,15 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service, ServiceConfig
+from opentelemetry.trace import SpanKind
 
-from serve_common.api.verbs import COMMANDS, VERBS, WHO_HEADER, sanitize_principal
+from serve_common.api.verbs import COMMANDS, PRINCIPAL_HEADER, VERBS, sanitize_principal
 from serve_common.errors import LimitReached, ServeError
 from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_common.telemetry.request_traces import operation
-from serve_common.telemetry.spans import TRACEPARENT, TRACESTATE, SpanKind, usable_tracestate
+from serve_common.telemetry.trace_context import TRACEPARENT, TRACESTATE
 from serve_controller.shell.queries import error_view
 
 _log = structlog.get_logger()
@@ -43,7 +44,7 @@ _DRAIN_TIMEOUT_S = 0.5
 class AdminCalls(Protocol):
     """Handler of the admin verbs."""
 
-    async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
+    async def handle(self, verb: str, payload: bytes, principal: str) -> bytes:
         """Handle a request; returns the reply. Raises a `ServeError` for errors to report to the caller."""
         ...
 
@@ -158,14 +159,14 @@ class AdminService:
             if len(self._tasks) >= CALLS_MAX:
                 await _respond_error(request, LimitReached(f"{CALLS_MAX} admin calls are under way"))
                 return
-            self._tasks.start(self._answer(verb, request), name=f"admin {verb}")
+            self._tasks.start(self._handle(verb, request), name=f"admin {verb}")
 
         return handle
 
-    async def _answer(self, verb: str, request: MicroRequest) -> None:
+    async def _handle(self, verb: str, request: MicroRequest) -> None:
         try:
             with _traced(verb, request):
-                reply = await self._admin.answer(verb, request.data, _who(request))
+                reply = await self._admin.handle(verb, request.data, _principal(request))
         except ServeError as error:
             await _respond_error(request, error)
             return
@@ -186,16 +187,16 @@ def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
     headers = request.headers or {}
     return operation(
         f"admin {verb}",
-        {"rpc.system.name": "nats", "muster.who": _who(request)},
+        {"rpc.system.name": "nats", "muster.principal": _principal(request)},
         kind=SpanKind.SERVER,
         traceparent=headers.get(TRACEPARENT, ""),
-        tracestate=usable_tracestate(headers.get(TRACESTATE, "")),
+        tracestate=headers.get(TRACESTATE, ""),
     )
 
 
-def _who(request: MicroRequest) -> str:
+def _principal(request: MicroRequest) -> str:
     """The caller's name for itself, sanitized."""
-    return sanitize_principal((request.headers or {}).get(WHO_HEADER, ""))
+    return sanitize_principal((request.headers or {}).get(PRINCIPAL_HEADER, ""))
 
 
 async def _respond_error(request: MicroRequest, error: ServeError) -> None:

@@ -16,12 +16,11 @@ from typing import Final, Literal
 import msgspec
 
 from serve_common.errors import BadField, CheckpointUnreadable
-from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row, dump, load_rows
+from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row, dump, load_checkpoint
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import ObjectKind, key_of
+from serve_controller.core.objects import ObjectKind, get_key
 
 FORMAT: Final = "muster-backup"
-VERSION: Final = 1
 KINDS: Final = (
     ObjectKind.BACKEND,
     ObjectKind.ENDPOINT,
@@ -41,9 +40,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The first line."""
 
     format: Literal["muster-backup"]
-    version: int
     schema_version: int
-    """The newest schema version of its objects."""
+    """The schema version of the file and its objects."""
     taken_at: float
     """Seconds since 1970."""
     epoch: int
@@ -53,7 +51,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     key: str
-    schema_version: int
     value: msgspec.Raw
 
 
@@ -66,15 +63,10 @@ class BackupFiles:
 
     def write(self, checkpoint: Checkpoint, epoch: int, taken_at: float) -> bytes:
         """Encode what is deployed by ``checkpoint``."""
-        rows = [dump(value) for value in checkpoint.all_objects() if key_of(value)[0] in KINDS]
+        rows = [dump(value) for value in checkpoint.all_objects() if get_key(value)[0] in KINDS]
         rows.sort(key=lambda row: (row.kind, row.key))
         header = Header(
-            format=FORMAT,
-            version=VERSION,
-            schema_version=SCHEMA_VERSION,
-            taken_at=taken_at,
-            epoch=epoch,
-            objects=len(rows),
+            format=FORMAT, schema_version=SCHEMA_VERSION, taken_at=taken_at, epoch=epoch, objects=len(rows)
         )
         sha256, packed = hashlib.sha256(), io.BytesIO()
         with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=6, mtime=0) as file:
@@ -98,16 +90,13 @@ class BackupFiles:
         if header.objects != len(lines) - 2:
             raise BadField(_FIELD, f"holds {len(lines) - 2} objects, not {header.objects}")
         try:
-            return header.taken_at, load_rows(_rows(lines[1:-1])).checkpoint
+            return header.taken_at, load_checkpoint(_rows(lines[1:-1]))
         except (CheckpointUnreadable, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise BadField(_FIELD, f"cannot be understood: {error}") from error
 
 
 def _line(row: Row) -> bytes:
-    value = msgspec.Raw(row.value.encode())
-    return msgspec.json.encode(
-        _Line(kind=row.kind, key=row.key, schema_version=row.schema_version, value=value)
-    )
+    return msgspec.json.encode(_Line(kind=row.kind, key=row.key, value=msgspec.Raw(row.value.encode())))
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -126,13 +115,11 @@ def _header(line: bytes) -> Header:
         header = msgspec.json.decode(line, type=Header)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise BadField(_FIELD, "is no backup of Muster's: it does not begin with a header") from None
-    if header.version != VERSION:
-        raise BadField(_FIELD, f"has format version {header.version}; this controller reads {VERSION}")
-    if header.schema_version > SCHEMA_VERSION:
+    if header.schema_version != SCHEMA_VERSION:
         raise BadField(
             _FIELD,
-            f"has schema version {header.schema_version}; this controller reads up to {SCHEMA_VERSION}: "
-            "restore it with a newer one",
+            f"has schema version {header.schema_version}, and this controller reads {SCHEMA_VERSION}: "
+            "restore it with the version of Muster that wrote it",
         )
     return header
 
@@ -143,4 +130,4 @@ def _rows(lines: list[bytes]) -> Iterator[Row]:
         read = msgspec.json.decode(line, type=_Line)
         if read.kind not in known:
             raise CheckpointUnreadable(f"{read.kind[:40]!r} is nothing that a backup holds")
-        yield Row(read.kind, read.key, read.schema_version, bytes(read.value).decode())
+        yield Row(read.kind, read.key, SCHEMA_VERSION, bytes(read.value).decode())

@@ -80,7 +80,7 @@ _FIRST_ROUNDS_S: Final = 2 * (PERIOD_S + TIMEOUT_S)
 _IDLE_MIN_S: Final = 30.0
 _IDLE_INTERVALS: Final = 2.5
 """Metrics intervals without a read after which sampling stops."""
-_KEEP_SHARE: Final = 1.25
+_RETENTION_FACTOR: Final = 1.25
 _SMALL_PAGE_BYTES: Final = 128 * 1024
 """Size in bytes above which pages are parsed in another thread."""
 _CLOSE_TIMEOUT_S: Final = 1.0
@@ -110,24 +110,24 @@ class LoadScrape:
         """Labels by series, for the latest page of each target."""
         self._unfiltered: set[str] = set()
         """Targets that do not support the filter by names."""
-        self._keep_s = 0.0
+        self._retention_s = 0.0
         self._used_until = 0.0
         self._is_filled = asyncio.Event()
 
     async def read(
-        self, asks: Sequence[LoadRequest], targets: Targets, now: float
+        self, requests: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         """Read the loads; the first call waits until all targets were scraped twice."""
-        without_query = [ask for ask in asks if ask.config.query is None]
+        without_query = [request for request in requests if request.config.query is None]
         if without_query:
             await self._use(without_query, targets)
         evaluation = self._windows.at(self._clock())
-        readings: dict[BackendTag, LoadSample] = {}
-        for number, ask in enumerate(asks):
+        samples: dict[BackendTag, LoadSample] = {}
+        for number, request in enumerate(requests):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
-            readings[ask.backend_tag] = evaluation.reading(ask, now)
-        return readings
+            samples[request.backend_tag] = evaluation.sample(request, now)
+        return samples
 
     async def load_view(self, targets: Targets, now: float) -> LoadView:
         """Scrape all services once and sum up; unreachable ones are named in the result."""
@@ -145,13 +145,18 @@ class LoadScrape:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    async def _use(self, asks: Sequence[LoadRequest], targets: Targets) -> None:
+    async def _use(self, requests: Sequence[LoadRequest], targets: Targets) -> None:
         self._urls = targets.urls
-        self._keep_s = max(
-            self._keep_s,
-            *(_KEEP_SHARE * max(ask.config.look_back_period_s, ask.config.panic_window_s) for ask in asks),
+        self._retention_s = max(
+            self._retention_s,
+            *(
+                _RETENTION_FACTOR * max(request.config.look_back_period_s, request.config.panic_window_s)
+                for request in requests
+            ),
         )
-        idle_s = max(_IDLE_MIN_S, *(_IDLE_INTERVALS * ask.config.metrics_interval_s for ask in asks))
+        idle_s = max(
+            _IDLE_MIN_S, *(_IDLE_INTERVALS * request.config.metrics_interval_s for request in requests)
+        )
         self._used_until = max(self._used_until, self._clock() + idle_s)
         if self._sampling is None or self._sampling.is_done:
             self._sampling = self._tasks.start(self._sample(), "sample")
@@ -168,7 +173,7 @@ class LoadScrape:
             while self._clock() < self._used_until:
                 started_at = self._clock()
                 urls = self._urls
-                self._windows.keep_only(urls)
+                self._windows.retain(urls)
                 self._unfiltered &= urls
                 self._labels = {url: labels for url, labels in self._labels.items() if url in urls}
                 await asyncio.gather(*(self._sample_one(url) for url in urls))
@@ -180,7 +185,7 @@ class LoadScrape:
             self._is_filled.clear()
             self._windows = LoadWindows()
             self._labels = {}
-            self._keep_s = 0.0
+            self._retention_s = 0.0
         _log.info("scraping_ends")
 
     async def _sample_one(self, url: str) -> None:
@@ -190,7 +195,7 @@ class LoadScrape:
             self._windows.add_failure(url, page)
         else:
             self._labels[url] = {sample.series: sample.labels for sample in page}
-            self._windows.add(url, (sent_at + self._clock()) / 2, page, self._keep_s)
+            self._windows.add(url, (sent_at + self._clock()) / 2, page, self._retention_s)
 
     # -- one page -------------------------------------------------------------------------------------------------
 
@@ -279,18 +284,20 @@ class LoadSources:
         """The reasons logged last."""
 
     async def read(
-        self, asks: Sequence[LoadRequest], targets: Targets, now: float
+        self, requests: Sequence[LoadRequest], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         """Read the loads from Prometheus; those that it lacks are scraped."""
         if self._prometheus is None:
-            return await self._scrape.read(asks, targets, now)
-        first = await self._prometheus.read(asks, targets, now)
-        to_scrape = [ask for ask in asks if self._needs_scrape(ask, first[ask.backend_tag], now)]
+            return await self._scrape.read(requests, targets, now)
+        first = await self._prometheus.read(requests, targets, now)
+        to_scrape = [
+            request for request in requests if self._needs_scrape(request, first[request.backend_tag], now)
+        ]
         self._log_missing(now)
         if not to_scrape:
             return first
         second = await self._scrape.read(to_scrape, targets, now)
-        return {**first, **{tag: _better_sample(first[tag], reading) for tag, reading in second.items()}}
+        return {**first, **{tag: _better_sample(first[tag], sample) for tag, sample in second.items()}}
 
     async def close(self) -> None:
         """Close both sources."""
@@ -298,20 +305,20 @@ class LoadSources:
             await self._prometheus.close()
         await self._scrape.close()
 
-    def _needs_scrape(self, ask: LoadRequest, reading: LoadSample, now: float) -> bool:
+    def _needs_scrape(self, request: LoadRequest, sample: LoadSample, now: float) -> bool:
         """Whether to scrape the load of this backend because Prometheus lacked it lately."""
-        until = now + _REMEMBERED_INTERVALS * ask.config.metrics_interval_s
-        known = self._known.get(ask.backend_tag)
-        if reading.seen is None:
-            self._known[ask.backend_tag] = _MissingLoad(until, reading.missing)
+        until = now + _REMEMBERED_INTERVALS * request.config.metrics_interval_s
+        known = self._known.get(request.backend_tag)
+        if sample.seen is None:
+            self._known[request.backend_tag] = _MissingLoad(until, sample.missing)
         elif known is None:
             return False
-        elif known.good + 1 >= TRUSTED_AFTER or ask.config.query is not None:
-            del self._known[ask.backend_tag]
+        elif known.good + 1 >= TRUSTED_AFTER or request.config.query is not None:
+            del self._known[request.backend_tag]
             return False
         else:
-            self._known[ask.backend_tag] = _MissingLoad(until, known.why, known.good + 1)
-        return ask.config.query is None
+            self._known[request.backend_tag] = _MissingLoad(until, known.why, known.good + 1)
+        return request.config.query is None
 
     def _log_missing(self, now: float) -> None:
         """Log the loads that Prometheus lacks when that has changed: each reason once, ignoring times in its text."""

@@ -124,8 +124,8 @@ class TargetHistory:
         """When each backend was last on its page."""
         self._gc_at = float("-inf")
 
-    def add(self, at: float, samples: Iterable[Sample], keep_s: float) -> None:
-        """Add the page of a scrape; scrapes older than ``keep_s`` are dropped."""
+    def add(self, at: float, samples: Iterable[Sample], retention_s: float) -> None:
+        """Add the page of a scrape; scrapes older than ``retention_s`` are dropped."""
         processes: set[Process] = set()
         counted: list[Sample] = []
         measured: dict[BackendTag, int] = {}
@@ -142,14 +142,14 @@ class TargetHistory:
         if processes.isdisjoint(self.since):
             self._counters = {}  # another process has this address now
         # A series that appears together with its process may have been left out before: its value is no increase.
-        begins_at_zero = bool(self.points) and processes <= self.since.keys()
-        self._append(Point(at, self._added(at, counted, begins_at_zero=begins_at_zero)), keep_s)
+        starts_at_zero = bool(self.points) and processes <= self.since.keys()
+        self._append(Point(at, self._added(at, counted, starts_at_zero=starts_at_zero)), retention_s)
         self.since = {process: self.since.get(process, at) for process in processes}
         self.measured = measured
         self.failure = ""
 
     def _added(
-        self, at: float, counted: Iterable[Sample], *, begins_at_zero: bool
+        self, at: float, counted: Iterable[Sample], *, starts_at_zero: bool
     ) -> Map[BackendTag, _Seconds]:
         seconds = (self.points[-1].seconds if self.points else _EMPTY).mutate()
         if at - self._gc_at > _FORGET_S:
@@ -159,7 +159,7 @@ class TargetHistory:
             value = sample.value
             tag = BackendTag(sample.labels.get("backend_tag", ""))
             self._tags[tag] = at
-            known, _ = counters.get(sample.series, (0.0 if begins_at_zero else value, at))
+            known, _ = counters.get(sample.series, (0.0 if starts_at_zero else value, at))
             counters[sample.series] = (max(value, known) if value > known * _ROUNDING else value, at)
             increase = _increase(known, value)
             if increase:
@@ -179,13 +179,13 @@ class TargetHistory:
             del self._tags[tag]
             seconds.pop(tag, None)
 
-    def _append(self, newest: Point, keep_s: float) -> None:
+    def _append(self, newest: Point, retention_s: float) -> None:
         at = newest.at
         points = [*self.points, newest]
         retained: list[Point] = []
         for index, point in enumerate(points):
             is_last = index >= len(points) - 2
-            if not is_last and points[index + 1].at < at - keep_s:
+            if not is_last and points[index + 1].at < at - retention_s:
                 continue
             if not is_last and retained and point.at - retained[-1].at < (at - point.at) / _SPACING:
                 continue
@@ -200,7 +200,7 @@ class TargetHistory:
     def at(self, moment: float) -> Between:
         """Locate a time among the scrapes; values are constant before the first and after the last."""
         points = self.points
-        index = bisect_right(points, moment, key=_time_of)
+        index = bisect_right(points, moment, key=_get_time)
         before = points[max(index - 1, 0)]
         after = points[min(index, len(points) - 1)]
         length_s = after.at - before.at
@@ -215,7 +215,7 @@ def _increase(known: float, value: float) -> float:
     return 0.0 if value > known * _ROUNDING else value
 
 
-def _time_of(point: Point) -> float:
+def _get_time(point: Point) -> float:
     return point.at
 
 
@@ -235,14 +235,14 @@ class LoadWindows:
     def __init__(self) -> None:
         self._targets: dict[str, TargetHistory] = {}
 
-    def keep_only(self, urls: Collection[str]) -> None:
+    def retain(self, urls: Collection[str]) -> None:
         """Forget all other targets."""
         for url in self._targets.keys() - set(urls):
             del self._targets[url]
 
-    def add(self, url: str, at: float, samples: Iterable[Sample], keep_s: float) -> None:
+    def add(self, url: str, at: float, samples: Iterable[Sample], retention_s: float) -> None:
         """Add a target's page. Raises ValueError, and adds nothing, when it cannot be parsed."""
-        self._targets.setdefault(url, TargetHistory()).add(at, list(samples), keep_s)
+        self._targets.setdefault(url, TargetHistory()).add(at, list(samples), retention_s)
 
     def add_failure(self, url: str, why: str) -> None:
         """Record that a target could not be scraped."""
@@ -295,28 +295,32 @@ class LoadEvaluation:
         self._known: dict[tuple[object, ...], _Window | str] = {}
         self._moments: dict[float, list[Between]] = {}
 
-    def reading(self, ask: LoadRequest, wall_now: float) -> LoadSample:
+    def sample(self, request: LoadRequest, wall_now: float) -> LoadSample:
         """The load of one backend; ``wall_now`` is the current time in seconds since 1970."""
-        if ask.config.query is not None:
+        if request.config.query is not None:
             return LoadSample(
                 at=wall_now,
                 seen=None,
                 source=SOURCE,
                 missing="a query needs a Prometheus server, and MUSTER_PROMETHEUS_URL names none",
             )
-        config = ask.config
-        seen = self._window(ask, config.look_back_period_s, wall_now)
-        why = seen if isinstance(seen, str) else unmeasured(ask, self._measured.get(ask.backend_tag, 0))
+        config = request.config
+        seen = self._window(request, config.look_back_period_s, wall_now)
+        why = (
+            seen if isinstance(seen, str) else unmeasured(request, self._measured.get(request.backend_tag, 0))
+        )
         if why or isinstance(seen, str):
             return LoadSample(at=wall_now, seen=None, source=SOURCE, missing=why)
-        ongoing, queued = self._mean(ask.backend_tag, seen.end - seen.length_s, seen.end)
+        ongoing, queued = self._mean(request.backend_tag, seen.end - seen.length_s, seen.end)
         load = ongoing + queued
         if config.aggregation_function is not AggregationFunction.MEAN:
-            load = self._extreme(ask.backend_tag, seen, config.aggregation_function)
+            load = self._extreme(request.backend_tag, seen, config.aggregation_function)
         burst = None
         if config.panic_threshold:
             burst = sum(
-                self._mean(ask.backend_tag, seen.end - min(config.panic_window_s, seen.length_s), seen.end)
+                self._mean(
+                    request.backend_tag, seen.end - min(config.panic_window_s, seen.length_s), seen.end
+                )
             )
         return LoadSample(
             at=wall_now - (self._now - seen.end),
@@ -327,24 +331,24 @@ class LoadEvaluation:
             over_s=seen.length_s,
         )
 
-    def _window(self, ask: LoadRequest, wanted_s: float, wall_now: float) -> _Window | str:
-        key = (wanted_s, ask.proxies, ask.hosts)
+    def _window(self, request: LoadRequest, wanted_s: float, wall_now: float) -> _Window | str:
+        key = (wanted_s, request.proxies, request.hosts)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._find_window(ask, wanted_s, wall_now)
+            found = self._known[key] = self._find_window(request, wanted_s, wall_now)
         return found
 
-    def _find_window(self, ask: LoadRequest, wanted_s: float, wall_now: float) -> _Window | str:
-        expected = [Process("proxy", name) for name in ask.proxies]
-        expected += [Process("host", name) for name in ask.hosts]
+    def _find_window(self, request: LoadRequest, wanted_s: float, wall_now: float) -> _Window | str:
+        expected = [Process("proxy", name) for name in request.proxies]
+        expected += [Process("host", name) for name in request.hosts]
         if not expected:
             expected = [process for process, page in self._pages.items() if self._age(page) <= STALE_S]
         if not expected:
             return self._with_failures("no proxy or host could be scraped")
         end, since = self._now, float("-inf")
         for process in expected:
-            began_at = ask.began_at.get(process.name)
-            is_young = began_at is not None and wall_now - began_at <= YOUNG_S
+            started_at = request.started_at.get(process.name)
+            is_young = started_at is not None and wall_now - started_at <= YOUNG_S
             page = self._pages.get(process)
             if page is None and is_young:
                 continue

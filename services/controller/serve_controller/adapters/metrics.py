@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, ProxyId
 from serve_common.ports import Clock
-from serve_common.runtime.operations import build_family
+from serve_common.runtime.operations import build_family, build_single
 from serve_common.telemetry.catalogue.controllers import (
     CHECKPOINT_SECONDS,
     CONTROLLER_RECONNECTS,
@@ -47,10 +47,9 @@ from serve_common.telemetry.catalogue.controllers import (
 from serve_common.telemetry.catalogue.specs import MetricSpec
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.core.autoscaling.values import ScalingDecisionKind, ScalingStatus
-from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, Goal
+from serve_controller.core.objects import Backend
 from serve_controller.core.observed import HostStatus, ObservedState, host_status, is_proxy_live
-from serve_controller.core.views import count_replicas
+from serve_controller.core.views.backends import count_replicas
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.service import ControllerService
 
@@ -85,16 +84,13 @@ class AutoscalingCollector(Collector):
         yield from _limits(backends)
         yield from _findings(dict(term.autoscaling), self._clock.now())
         decisions, wakeups = build_family(DECISIONS), build_family(WAKEUPS)
-        for tag, (verdicts, count) in autoscaler.counts().items():
+        for tag, (kinds, count) in autoscaler.counts().items():
             for verdict in ScalingDecisionKind:
-                decisions.add_metric([tag, verdict.value], verdicts.get(verdict.value, 0))
+                decisions.add_metric([tag, verdict.value], kinds.get(verdict.value, 0))
             wakeups.add_metric([tag], count)
         yield decisions
         yield wakeups
-        readings = build_family(READINGS)
-        for (source, outcome), count in list(autoscaler.readings.items()):
-            readings.add_metric([source, outcome], count)
-        yield readings
+        yield build_family(READINGS, list(autoscaler.samples.items()))
 
 
 def _limits(backends: Iterable[Backend]) -> Iterable[Metric]:
@@ -173,80 +169,36 @@ class _TermCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         term = self._current_term()
-        yield _single(LEADER, 0.0 if term is None else 1.0)
+        yield build_single(LEADER, 0.0 if term is None else 1.0)
         if term is None:
             return
         now, checkpoint, observed = self._now(), term.checkpoint, term.observed
-        yield _single(EPOCH, term.epoch)
-        yield _single(STORE_AVAILABLE, float(term.is_store_available))
-        yield _single(STORE_RESTORED, checkpoint.counters.restored_at)
-        yield _single(SNAPSHOT_ID, checkpoint.counters.snapshot)
-        yield _replicas(checkpoint)
-        yield _replicas_wanted(checkpoint)
-        yield _goals(list(checkpoint.goals.values()))
-        yield _goals_ended(term.goals_ended)
+        yield build_single(EPOCH, term.epoch)
+        yield build_single(STORE_AVAILABLE, float(term.is_store_available))
+        yield build_single(STORE_RESTORED, checkpoint.counters.restored_at)
+        yield build_single(SNAPSHOT_ID, checkpoint.counters.snapshot)
+        counts = count_replicas(checkpoint)
+        yield build_family(REPLICAS, (([tag, state.value], count) for tag, state, count in counts))
+        backends = checkpoint.backends.items()
+        yield build_family(REPLICAS_WANTED, (([tag], backend.num_wanted) for tag, backend in backends))
+        goals = Tally(goal.status for goal in checkpoint.goals.values())
+        yield build_family(GOALS, (([status.value], goals[status]) for status in GoalStatus))
+        ended = [status for status in GoalStatus if status is not GoalStatus.PENDING]
+        yield build_family(
+            GOALS_ENDED, (([status.value], term.goals_ended.get(status, 0)) for status in ended)
+        )
         pending_s = [now - goal.created_at for goal in checkpoint.pending.values()]
-        yield _single(OLDEST_PENDING_GOAL, max(0.0, *pending_s) if pending_s else 0.0)
-        yield _hosts(checkpoint, observed, now)
-        yield _proxies(checkpoint, observed, now)
+        yield build_single(OLDEST_PENDING_GOAL, max(0.0, *pending_s) if pending_s else 0.0)
+        hosts = Tally(host_status(observed, each, now) for each in {*checkpoint.hosts, *observed.hosts})
+        yield build_family(HOSTS, (([status.value], hosts[status]) for status in HostStatus))
+        proxies = Tally(
+            _proxy_status(observed, each, now) for each in {*checkpoint.proxies, *observed.proxies}
+        )
+        yield build_family(PROXIES, (([status], proxies[status]) for status in _PROXY_STATUSES))
 
 
 def _histogram(spec: MetricSpec, registry: CollectorRegistry) -> Histogram:
     return Histogram(spec.family, spec.text, buckets=spec.buckets, registry=registry)
-
-
-def _single(spec: MetricSpec, value: float) -> Metric:
-    gauge = build_family(spec)
-    gauge.add_metric([], value)
-    return gauge
-
-
-def _replicas(checkpoint: Checkpoint) -> Metric:
-    gauge = build_family(REPLICAS)
-    for row in count_replicas(checkpoint):
-        gauge.add_metric([row.backend_tag, row.state], row.count)
-    return gauge
-
-
-def _replicas_wanted(checkpoint: Checkpoint) -> Metric:
-    gauge = build_family(REPLICAS_WANTED)
-    for tag, backend in checkpoint.backends.items():
-        gauge.add_metric([tag], backend.num_wanted)
-    return gauge
-
-
-def _goals(goals: list[Goal]) -> Metric:
-    gauge = build_family(GOALS)
-    for status in GoalStatus:
-        gauge.add_metric([status.value], sum(goal.status is status for goal in goals))
-    return gauge
-
-
-def _goals_ended(ended: Mapping[GoalStatus, int]) -> Metric:
-    counter = build_family(GOALS_ENDED)
-    for status in GoalStatus:
-        if status is not GoalStatus.PENDING:
-            counter.add_metric([status.value], ended.get(status, 0))
-    return counter
-
-
-def _hosts(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:
-    gauge = build_family(HOSTS)
-    host_ids = {*checkpoint.hosts, *observed.hosts}
-    counts = Tally(host_status(observed, host_id, now) for host_id in host_ids)
-    for status in HostStatus:
-        gauge.add_metric([status.value], counts[status])
-    return gauge
-
-
-def _proxies(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:
-    gauge = build_family(PROXIES)
-    counts = Tally(
-        _proxy_status(observed, proxy_id, now) for proxy_id in {*checkpoint.proxies, *observed.proxies}
-    )
-    for status in _PROXY_STATUSES:
-        gauge.add_metric([status], counts[status])
-    return gauge
 
 
 def _proxy_status(observed: ObservedState, proxy_id: ProxyId, now: float) -> str:

@@ -86,7 +86,7 @@ class WakeSubscription:
     async def _subscribe(self, subject: str) -> None:
         limit = WAKES_MAX if subject == self._subjects.wakes else WAKES_OF_ONE_MAX
 
-        async def hear(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             if subject not in self._active:
                 return  # received before the unsubscribe took effect
             self._counts[subject] += 1
@@ -95,7 +95,7 @@ class WakeSubscription:
             else:
                 self._dispatch(message)
 
-        self._active[subject] = await self._client.subscribe(subject, cb=hear)
+        self._active[subject] = await self._client.subscribe(subject, cb=on_message)
 
     def _dispatch(self, message: Msg) -> None:
         try:
@@ -164,7 +164,7 @@ _BUCKET_TIMEOUT_S = 2.0
 class Listener(Protocol):
     """Receives messages from the bus."""
 
-    def hear(self, report: HostReport | ProxyReport) -> None:
+    def on_report(self, report: HostReport | ProxyReport) -> None:
         """Receive a report."""
         ...
 
@@ -261,7 +261,7 @@ class NatsBus:
                 self._refused.refuse(kind, message.subject, error)
                 return
             if self._listener is not None:
-                self._listener.hear(report)
+                self._listener.on_report(report)
 
         return handle
 

@@ -44,7 +44,6 @@ from serve_common.telemetry.catalogue.nats_servers import (
     NATS_UP,
 )
 from serve_common.telemetry.catalogue.specs import MetricSpec
-from serve_controller.nats_monitors import NatsMonitor
 
 Values = dict[MetricSpec, float]
 """Values by metric; unknown ones are left out."""
@@ -146,7 +145,7 @@ _log = structlog.get_logger(__name__)
 PERIOD_S: Final = 2.0
 TIMEOUT_S: Final = 2.0
 """Timeout of one page, seconds."""
-KEEP_S: Final = 10.0
+RETENTION_S: Final = 10.0
 """Greatest age of an exported reading, seconds: more than two rounds in which every page takes its timeout."""
 PAGE_BYTES_MAX: Final = 1024 * 1024
 """A page of an ordinary server has 3 KB, of one with very many routes and gateways some 100."""
@@ -155,7 +154,7 @@ _REASON_LENGTH_MAX: Final = 200
 T = TypeVar("T")
 
 
-class ServerReading(NamedTuple):
+class ServerSample(NamedTuple):
     """State of one server at one time."""
 
     server: str
@@ -175,27 +174,27 @@ class NatsMonitorReader:
 
     def __init__(
         self,
-        monitors: Sequence[NatsMonitor],
+        monitors: Mapping[str, str],
         *,
         leads: Callable[[], bool],
         clock: Callable[[], float],
         period_s: float = PERIOD_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """``clock`` returns monotonic seconds."""
-        self._monitors = [(monitor.server, URL(monitor.url)) for monitor in monitors]
+        """``monitors`` has the base URL of each server's monitoring port by its name; ``clock`` monotonic seconds."""
+        self._monitors = [(server, URL(url)) for server, url in monitors.items()]
         self._leads = leads
         self._clock = clock
         self._period_s = period_s
         self._timeout_s = timeout_s
-        self._readings: Sequence[ServerReading] = ()
+        self._samples: Sequence[ServerSample] = ()
         self._unavailable: set[tuple[str, str]] = set()
         """(server, page) pairs that cannot be read."""
 
-    def readings(self) -> list[ServerReading]:
+    def samples(self) -> list[ServerSample]:
         """The latest reading of each server that is recent enough; empty on a standby. Thread-safe."""
-        oldest_at = self._clock() - KEEP_S
-        return [reading for reading in self._readings if reading.at >= oldest_at] if self._leads() else []
+        oldest_at = self._clock() - RETENTION_S
+        return [sample for sample in self._samples if sample.at >= oldest_at] if self._leads() else []
 
     async def run(self) -> None:
         """Poll until cancelled; returns at once without servers."""
@@ -212,13 +211,13 @@ class NatsMonitorReader:
             while True:
                 started_at = self._clock()
                 if self._leads():
-                    reading = (self._read(session, server, base) for server, base in self._monitors)
-                    self._readings = await asyncio.gather(*reading)
+                    sample = (self._read(session, server, base) for server, base in self._monitors)
+                    self._samples = await asyncio.gather(*sample)
                 else:
-                    self._readings = ()
+                    self._samples = ()
                 await asyncio.sleep(max(started_at + self._period_s - self._clock(), 0.0))
 
-    async def _read(self, session: aiohttp.ClientSession, server: str, base: URL) -> ServerReading:
+    async def _read(self, session: aiohttp.ClientSession, server: str, base: URL) -> ServerSample:
         at = self._clock()
         values = await self._parsed(session, server, base / "varz", varz_values)
         if values is not None:
@@ -228,7 +227,7 @@ class NatsMonitorReader:
                 self._parsed(session, server, base / "healthz", bytes),
             )
             values = {**values, **(of_jetstream or {}), NATS_HEALTHY: float(health is not None)}
-        return ServerReading(server, at, values)
+        return ServerSample(server, at, values)
 
     async def _parsed(
         self, session: aiohttp.ClientSession, server: str, url: URL, parse: Callable[[bytes], T]
@@ -272,9 +271,9 @@ class NatsServersCollector(Collector):
     Only the leader exports them: several controllers may run, and each server should occur once.
     """
 
-    def __init__(self, readings: Callable[[], Sequence[ServerReading]]) -> None:
-        """``readings`` is called from the operations port's thread."""
-        self._readings = readings
+    def __init__(self, samples: Callable[[], Sequence[ServerSample]]) -> None:
+        """``samples`` is called from the operations port's thread."""
+        self._samples = samples
 
     def describe(self) -> Iterable[Metric]:
         """No static metrics: they depend on the servers."""
@@ -282,12 +281,12 @@ class NatsServersCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metric families that have values."""
-        readings = self._readings()
+        samples = self._samples()
         for spec in NATS_METRICS:
             family = build_family(spec)
-            for reading in readings:
-                known = {NATS_UP: 0.0} if reading.values is None else {NATS_UP: 1.0, **reading.values}
+            for sample in samples:
+                known = {NATS_UP: 0.0} if sample.values is None else {NATS_UP: 1.0, **sample.values}
                 if spec in known:
-                    family.add_metric([reading.server], known[spec])
+                    family.add_metric([sample.server], known[spec])
             if family.samples:
                 yield family

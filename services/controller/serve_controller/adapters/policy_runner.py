@@ -19,9 +19,10 @@ import msgspec
 import structlog
 
 from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy
+from serve_common.runtime.child_process import ChildProcess, describe_exit
 from serve_common.runtime.tasks import TaskOwner
 from serve_controller.policy_child import PolicyReply, PolicyRequest
-from serve_controller.ports import PolicyAnswer, PolicyFailed
+from serve_controller.ports import PolicyFailed, PolicyResult
 
 _log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREAD
 class PolicyProcess:
     """One process of `serve_controller.policy_child`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, app_dir: str) -> None:
+    def __init__(self, process: ChildProcess, app_dir: str) -> None:
         self._process = process
         self._app_dir = app_dir
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -60,16 +61,15 @@ class PolicyProcess:
     @classmethod
     async def start(cls, app_dir: str, tasks: TaskOwner) -> PolicyProcess:
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "serve_controller.policy_child", app_dir,
+            process = await ChildProcess.start(
+                [sys.executable, "-P", "-m", "serve_controller.policy_child", app_dir],
+                env=child_environment(os.environ),
+                cwd=Path("/"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=child_environment(os.environ),
-                cwd="/",
-                start_new_session=True,
-                limit=_LINE_BYTES_MAX,
-            )  # fmt: skip
+                line_bytes_max=_LINE_BYTES_MAX,
+            )
         except OSError as error:
             raise PolicyFailed(f"a process for policies cannot be started: {error}") from error
         child = cls(process, app_dir)
@@ -89,27 +89,22 @@ class PolicyProcess:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.returncode is not None
+        return self._process.has_ended
 
     async def ended(self) -> None:
         """Wait until the process has ended."""
-        await self._process.wait()
+        await self._process.ended()
 
     def kill(self) -> None:
         """Kill the process and its children."""
         self.is_usable = False
-        if self._process.returncode is None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                _log.debug("policy_process_was_gone", pid=self._process.pid)
+        self._process.kill_group()
 
-    async def ask(self, request: PolicyRequest, timeout_s: float, what: str) -> PolicyReply:
+    async def call(self, request: PolicyRequest, timeout_s: float, what: str) -> PolicyReply:
         """Send a request; returns the reply. Raises `PolicyFailed`, also on a timeout; unusable after that."""
         self.is_usable = False
         self._lines_left = _OUTPUT_LINES_MAX
         stdin = self._process.stdin
-        assert stdin is not None
         try:
             async with asyncio.timeout(timeout_s):
                 stdin.write(msgspec.json.encode(request) + b"\n")
@@ -124,10 +119,8 @@ class PolicyProcess:
         return reply
 
     async def _read_reply(self, what: str) -> PolicyReply:
-        stdout = self._process.stdout
-        assert stdout is not None
         try:
-            line = await stdout.readuntil()
+            line = await self._process.stdout.readuntil()
             return msgspec.json.decode(line, type=PolicyReply)
         except asyncio.IncompleteReadError as error:
             raise PolicyFailed(f"{what}: {await self._describe_end()}") from error
@@ -136,17 +129,12 @@ class PolicyProcess:
 
     async def _describe_end(self) -> str:
         """How the process ended, and its last lines of output."""
-        code = await self._process.wait()
-        how = (
-            f"its process ended with status {code}"
-            if code >= 0
-            else f"its process was killed by signal {-code}"
-        )
-        return "\n".join([*self._last_lines, how])
+        code = await self._process.ended()
+        return "\n".join([*self._last_lines, f"its process has ended: {describe_exit(code)}"])
 
     async def _read_stack(self) -> str:
         """The current stack of the process as lines; empty when it does not print it in time."""
-        if self._process.returncode is not None:
+        if self._process.has_ended:
             return ""
         self._last_lines.clear()
         self._stack_printed.clear()
@@ -161,17 +149,15 @@ class PolicyProcess:
 
     async def _log_output(self) -> None:
         """Log the output of the user's code, up to a limit."""
-        stderr = self._process.stderr
-        assert stderr is not None
         rest = ""
-        while piece := await stderr.read(4096):
+        while piece := await self._process.stderr.read(4096):
             *lines, rest = (rest + piece.decode(errors="replace")).split("\n")
             rest = rest[-_OUTPUT_LINE_LENGTH_MAX:]
             for line in lines:
                 self._log_line(line)
         if rest:
             self._log_line(rest)
-        await self._process.wait()
+        await self._process.ended()
 
     def _log_line(self, line: str) -> None:
         line = line[:_OUTPUT_LINE_LENGTH_MAX]
@@ -219,7 +205,7 @@ class SubprocessPolicies:
         """By app_dir, the most recently used last."""
         self._tasks = TaskOwner("policies")
 
-    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
+    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyResult:
         """Call the function in the process of its app_dir. Raises `PolicyFailed`."""
         directory = str(Path(self._app_root, app_dir)) if app_dir else ""
         worker = self._workers.pop(directory, None) or _PolicyWorker(
@@ -273,7 +259,7 @@ class _PolicyWorker:
             child.kill()
         return child
 
-    async def run(self, policy: AutoscalingPolicy, context: AutoscalingContext) -> PolicyAnswer:
+    async def run(self, policy: AutoscalingPolicy, context: AutoscalingContext) -> PolicyResult:
         self._waiting += 1
         try:
             try:
@@ -292,23 +278,23 @@ class _PolicyWorker:
         finally:
             self._waiting -= 1
 
-    async def _run(self, policy: AutoscalingPolicy, context: AutoscalingContext) -> PolicyAnswer:
+    async def _run(self, policy: AutoscalingPolicy, context: AutoscalingContext) -> PolicyResult:
         path = policy.policy_function
         child = await self._ensure_process()
-        imported = await child.ask(PolicyRequest(function=path), START_TIMEOUT_S, f"importing {path}")
+        imported = await child.call(PolicyRequest(function=path), START_TIMEOUT_S, f"importing {path}")
         if imported.is_stale:
             self.end()
             child = await self._ensure_process()
-            imported = await child.ask(PolicyRequest(function=path), START_TIMEOUT_S, f"importing {path}")
+            imported = await child.call(PolicyRequest(function=path), START_TIMEOUT_S, f"importing {path}")
         if imported.error:
             raise PolicyFailed(imported.error)
         request = PolicyRequest(function=path, context=context, kwargs=policy.policy_kwargs)
-        reply = await child.ask(request, self._call_timeout_s, path)
+        reply = await child.call(request, self._call_timeout_s, path)
         if reply.is_stale:
             raise PolicyFailed(f"{path} was changed while it was asked")
         if reply.error:
             raise PolicyFailed(reply.error)
-        return PolicyAnswer(num_replicas=reply.num_replicas, policy_state=reply.policy_state)
+        return PolicyResult(num_replicas=reply.num_replicas, policy_state=reply.policy_state)
 
     async def _ensure_process(self) -> PolicyProcess:
         child = self._child

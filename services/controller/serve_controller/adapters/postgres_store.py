@@ -7,7 +7,7 @@ there is no half-written change. The fence is inside that statement, see ``recor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,11 +16,11 @@ import structlog
 from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, PermanentError
 from serve_common.names import ControllerId, GoalId
-from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_rows, without_surrogates
+from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_checkpoint, without_surrogates
 from serve_controller.adapters.postgres_pool import PostgresPool
 from serve_controller.adapters.sql import MIGRATIONS, QUERIES, Migration
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import CheckpointObject, ObjectChanges
+from serve_controller.core.objects import ObjectChanges
 from serve_controller.ports import HistoryEntry
 
 HISTORY_ROWS_MAX: Final = 10_000
@@ -38,7 +38,7 @@ class HistoryRow(msgspec.Struct, frozen=True):
 
     id: int
     at: float
-    who: str
+    principal: str
     epoch: int
     verb: str
     subject: str
@@ -49,28 +49,12 @@ class HistoryRow(msgspec.Struct, frozen=True):
     new: str | None
 
 
-def row_of(entry: HistoryEntry, number: int, epoch: int) -> HistoryRow:
-    """The row of an entry that the leader of ``epoch`` wrote."""
-    return HistoryRow(
-        number,
-        entry.at,
-        entry.who,
-        epoch,
-        entry.verb,
-        entry.subject,
-        entry.goal_id,
-        entry.request,
-        entry.old,
-        entry.new,
-    )
-
-
-def view_of(row: HistoryRow) -> HistoryView:
+def get_view(row: HistoryRow) -> HistoryView:
     """The view of a row for callers."""
     return HistoryView(
         id=row.id,
         at=row.at,
-        who=row.who,
+        principal=row.principal,
         epoch=row.epoch,
         verb=row.verb,
         subject=row.subject,
@@ -79,18 +63,6 @@ def view_of(row: HistoryRow) -> HistoryView:
         old=_value(row.old),
         new=_value(row.new),
     )
-
-
-def first_page(rows: Iterable[HistoryRow], bytes_max: int) -> list[HistoryRow]:
-    """The first of ``rows`` with at most ``bytes_max`` of JSON in all; at least one, so that readers make progress."""
-    page: list[HistoryRow] = []
-    size = 0
-    for row in rows:
-        size += sum(len(text.encode()) for text in (row.request, row.old, row.new) if text is not None)
-        if page and size > bytes_max:
-            break
-        page.append(row)
-    return page
 
 
 def _value(text: str | None) -> Any:
@@ -127,7 +99,7 @@ _RECORD: Final = QUERIES["record"]
 _READ_HISTORY: Final = QUERIES["read_history"]
 _LOCK_MIGRATIONS: Final = QUERIES["lock_migrations"]
 _MIGRATIONS_EXIST: Final = QUERIES["migrations_exist"]
-_SCHEMA_VERSION: Final = QUERIES["schema_version"]
+_RUN_MIGRATIONS: Final = QUERIES["run_migrations"]
 _NOTE_MIGRATION: Final = QUERIES["note_migration"]
 
 _log = structlog.get_logger(__name__)
@@ -160,23 +132,25 @@ class PostgresStore:
         self._epoch = 0
         """The newest that this controller had. It never has one twice, or a write of its term before, which is still
         under way, would be made in the new one."""
-        self._upgraded: tuple[CheckpointObject, ...] = ()
-        """Objects of the last load that must be written with the next record (`Loaded.upgraded`)."""
 
     async def migrate(self) -> None:
-        """Migrate the schema to this version. Raises `PermanentError` when the database's is newer."""
+        """Run the migrations that the database lacks. Raises `PermanentError` when it had others than this code's.
+
+        Their names are compared too: numbers alone would take the schema of other code for this one.
+        """
         async with self._pool.session(MIGRATION_TIMEOUT_S) as session:
             await session.fetchval(_LOCK_MIGRATIONS, _MIGRATION_LOCK)
-            version = (
-                await session.fetchval(_SCHEMA_VERSION) if await session.fetchval(_MIGRATIONS_EXIST) else 0
+            records = (
+                await session.fetch(_RUN_MIGRATIONS) if await session.fetchval(_MIGRATIONS_EXIST) else []
             )
-            known = len(self._migrations)
-            if version > known:
+            done = [f"{record['version']} {record['name']}" for record in records]
+            known = [f"{migration.version} {migration.name}" for migration in self._migrations]
+            if done != known[: len(done)]:
                 raise PermanentError(
-                    f"the database has schema version {version}; this controller knows up to {known}: "
-                    "run a newer controller"
+                    f"another version of Muster made the database (its schema migrations: {', '.join(done)}; this "
+                    f"version's: {', '.join(known)}): run that version, or give this one an empty database"
                 )
-            for migration in self._migrations[version:]:
+            for migration in self._migrations[len(done) :]:
                 async with session.transaction():
                     await session.execute(migration.sql)
                     await session.execute(_NOTE_MIGRATION, migration.version, migration.name)
@@ -210,15 +184,11 @@ class PostgresStore:
         """Load the whole checkpoint. Raises `CheckpointUnreadable`."""
         async with self._pool.connection() as connection:
             records = await connection.fetch(_LOAD)
-        loaded = load_rows(Row(*record) for record in records)
-        self._upgraded = loaded.upgraded
-        if loaded.upgraded:
-            _log.info("checkpoint_upgraded", objects=len(loaded.upgraded))
-        return loaded.checkpoint
+        return load_checkpoint(Row(*record) for record in records)
 
     async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
         """Write ``changes`` and ``history``, all or nothing. Raises `FencedOut`, `StoreUnavailable`."""
-        rows = dump_changes(changes, self._upgraded)
+        rows = dump_changes(changes)
         trims = bool(history) and self._history_since_trim >= HISTORY_TRIM_EVERY
         async with self._pool.connection() as connection:
             writes: int | None = await connection.fetchval(
@@ -231,7 +201,7 @@ class PostgresStore:
                 [kind for kind, _ in rows.deletes],
                 [key for _, key in rows.deletes],
                 [entry.at for entry in history],
-                [entry.who for entry in history],
+                [entry.principal for entry in history],
                 [entry.verb for entry in history],
                 [entry.subject for entry in history],
                 [entry.goal_id for entry in history],
@@ -246,14 +216,13 @@ class PostgresStore:
             raise _fenced_out(epoch)
         if self._writes is not None:
             self._writes = writes
-        self._upgraded = ()
         self._history_since_trim = len(history) + (0 if trims else self._history_since_trim)
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """A page of the audit log, the newest first: at most ``limit`` entries, fewer if they are large."""
         async with self._pool.connection() as connection:
             records = await connection.fetch(_READ_HISTORY, limit, subject, before, HISTORY_PAGE_BYTES_MAX)
-        return [view_of(HistoryRow(*record)) for record in records]
+        return [get_view(HistoryRow(*record)) for record in records]
 
     async def close(self) -> None:
         """Close all connections, in bounded time."""

@@ -23,10 +23,11 @@ from serve_common.names import BackendTag
 from serve_common.telemetry.catalogue.proxies import PROXY_INFO, QUEUED_SECONDS
 from serve_common.telemetry.catalogue.replicas import ONGOING_SECONDS, REPLICA_CONNECTED
 from serve_common.telemetry.catalogue.services import HOST_INFO
+from serve_common.text import truncate
 
 TIMEOUT_S: Final = 3.0
 CONCURRENCY: Final = 8
-ANSWER_BYTES_MAX: Final = 32 * 1024 * 1024
+RESPONSE_BYTES_MAX: Final = 32 * 1024 * 1024
 _REASON_LENGTH_MAX: Final = 300
 
 
@@ -57,7 +58,7 @@ class _Result(msgspec.Struct, frozen=True, rename="camel"):
     result: msgspec.Raw
 
 
-class _Answer(msgspec.Struct, frozen=True, rename="camel"):
+class _PrometheusReply(msgspec.Struct, frozen=True, rename="camel"):
     status: str
     data: _Result | None = None
     error_type: str = ""
@@ -65,7 +66,7 @@ class _Answer(msgspec.Struct, frozen=True, rename="camel"):
     warnings: list[str] = []
 
 
-_ANSWER: Final = msgspec.json.Decoder(_Answer)
+_REPLY_DECODER: Final = msgspec.json.Decoder(_PrometheusReply)
 _ELEMENTS: Final = msgspec.json.Decoder(list[Element])
 _SCALAR: Final = msgspec.json.Decoder(tuple[float, str])
 
@@ -92,24 +93,24 @@ class PrometheusApi:
 
     async def time(self) -> float:
         """The server's clock, seconds since 1970. Raises `PrometheusUnavailable` or `QueryRefused`."""
-        answer = await self._query("time()", None)
-        return float(_SCALAR.decode(answer.result)[1])
+        reply = await self._query("time()", None)
+        return float(_SCALAR.decode(reply.result)[1])
 
     async def elements(self, promql: str, at: float) -> list[Element]:
         """The elements of a vector or a matrix, evaluated at ``at`` by the server's clock."""
-        answer = await self._query(promql, at)
-        if answer.result_type not in ("vector", "matrix"):
-            raise QueryRefused(f"it gives a {answer.result_type}")
-        return _ELEMENTS.decode(answer.result)
+        reply = await self._query(promql, at)
+        if reply.result_type not in ("vector", "matrix"):
+            raise QueryRefused(f"it gives a {reply.result_type}")
+        return _ELEMENTS.decode(reply.result)
 
     async def number(self, promql: str, at: float) -> float:
         """The finite number that ``promql`` evaluates to: a scalar, or a vector of one element."""
-        answer = await self._query(promql, at)
-        if answer.result_type == "scalar":
-            return _finite(float(_SCALAR.decode(answer.result)[1]))
-        if answer.result_type != "vector":
-            raise QueryRefused(f"the query gives a {answer.result_type} instead of one number")
-        elements = _ELEMENTS.decode(answer.result)
+        reply = await self._query(promql, at)
+        if reply.result_type == "scalar":
+            return _finite(float(_SCALAR.decode(reply.result)[1]))
+        if reply.result_type != "vector":
+            raise QueryRefused(f"the query gives a {reply.result_type} instead of one number")
+        elements = _ELEMENTS.decode(reply.result)
         if not elements:
             raise QueryRefused("the query gives nothing: no such series now")
         if len(elements) > 1:
@@ -137,7 +138,7 @@ class PrometheusApi:
                 raise PrometheusUnavailable(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise PrometheusUnavailable(
-                    f"{self.shown}: {_truncated(str(error) or type(error).__name__)}"
+                    f"{self.shown}: {truncate(str(error) or type(error).__name__, _REASON_LENGTH_MAX)}"
                 ) from error
         return self._read(status, body)
 
@@ -148,32 +149,28 @@ class PrometheusApi:
             body = bytearray()
             async for piece in response.content.iter_any():
                 body += piece
-                if len(body) > ANSWER_BYTES_MAX:
-                    raise PrometheusUnavailable(f"{self.shown} answers more than {ANSWER_BYTES_MAX} bytes")
+                if len(body) > RESPONSE_BYTES_MAX:
+                    raise PrometheusUnavailable(f"{self.shown} answers more than {RESPONSE_BYTES_MAX} bytes")
             return response.status, bytes(body)
 
     def _read(self, status: int, body: bytes) -> _Result:
         try:
-            answer = _ANSWER.decode(body)
+            reply = _REPLY_DECODER.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PrometheusUnavailable(
                 f"{self.shown} answers with status {status}, and not as Prometheus does"
             ) from error
-        if answer.status != "success" or answer.data is None:
-            raise QueryRefused(f"{answer.error_type}: {_truncated(answer.error)}")
-        if answer.warnings:  # of Thanos and of remote storage: the result is partial
-            raise QueryRefused(f"it warns: {_truncated('; '.join(answer.warnings))}")
-        return answer.data
+        if reply.status != "success" or reply.data is None:
+            raise QueryRefused(f"{reply.error_type}: {truncate(reply.error, _REASON_LENGTH_MAX)}")
+        if reply.warnings:  # of Thanos and of remote storage: the result is partial
+            raise QueryRefused(f"it warns: {truncate('; '.join(reply.warnings), _REASON_LENGTH_MAX)}")
+        return reply.data
 
 
 def _finite(number: float) -> float:
     if not math.isfinite(number):
         raise QueryRefused(f"the query gives {number}")
     return number
-
-
-def _truncated(text: str) -> str:
-    return text if len(text) <= _REASON_LENGTH_MAX else f"{text[: _REASON_LENGTH_MAX - 1]}…"
 
 
 ONGOING: Final = ONGOING_SECONDS.name
@@ -185,7 +182,7 @@ CONNECTED: Final = REPLICA_CONNECTED.name
 _PLACEHOLDER: Final = re.compile(r"\$(backend_tag|look_back|deployment)\b")
 
 
-def sum_of(gauge: str, matchers: str) -> str:
+def get_sum(gauge: str, matchers: str) -> str:
     """PromQL for the current value of ``gauge`` by ``backend_tag``."""
     return f"sum by (backend_tag) ({gauge}{{{matchers}}})"
 
@@ -196,28 +193,28 @@ def duration(seconds: float) -> str:
     return f"{milliseconds // 1000}s" if milliseconds % 1000 == 0 else f"{milliseconds}ms"
 
 
-def mean_of(counter: str, matchers: str, window_s: float) -> str:
+def get_mean(counter: str, matchers: str, window_s: float) -> str:
     """PromQL for the mean number of requests over the window by ``backend_tag``, from ``counter`` of seconds."""
     return f"sum by (backend_tag) (rate({counter}{{{matchers}}}[{duration(window_s)}]))"
 
 
-def extreme_of(
+def get_extreme(
     function: AggregationFunction, matchers: str, *, window_s: float, inner_s: float, step_s: float
 ) -> str:
     """PromQL for each backend's largest or smallest mean over ``inner_s`` of all its requests, within the window."""
     parts = " or ".join(
-        f'label_replace({mean_of(counter, matchers, inner_s)}, "part", "{counter}", "", "")'
+        f'label_replace({get_mean(counter, matchers, inner_s)}, "part", "{counter}", "", "")'
         for counter in (ONGOING, QUEUED)
     )
     return f"{function.value}_over_time((sum by (backend_tag) ({parts}))[{duration(window_s)}:{duration(step_s)}])"
 
 
-def samples_of(info: str, matchers: str, window_s: float) -> str:
+def get_samples(info: str, matchers: str, window_s: float) -> str:
     """PromQL for every sample of the info metric, which shows the scrapes of each process."""
     return f"{info}{{{matchers}}}[{duration(window_s)}]"
 
 
-def count_of(info: str, matchers: str, window_s: float) -> str:
+def get_count(info: str, matchers: str, window_s: float) -> str:
     """PromQL for the number of such samples of each process."""
     return f"count_over_time({info}{{{matchers}}}[{duration(window_s)}])"
 

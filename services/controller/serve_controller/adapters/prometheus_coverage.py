@@ -87,11 +87,11 @@ class Coverage:
         self._horizon_s = horizon_s
         self._processes = processes
         self._counts = counts or {}
-        self._interval_s = learned_interval(
+        self._interval_s = infer_interval(
             scraped.times for series in processes.values() for scraped in series
         )
         self._ranges: dict[Process, _Range] = {}
-        self._asked_at: float | None = None
+        self._reference_at: float | None = None
 
     @property
     def interval_s(self) -> float | None:
@@ -99,18 +99,18 @@ class Coverage:
         return self._interval_s
 
     @property
-    def asked_at(self) -> float:
+    def reference_at(self) -> float:
         """Evaluation time of queries: at most one interval after the oldest of the latest scrapes.
 
         This is the current time unless a scrape is pending or failed: then rates would be too low, for they are
         extrapolated over little more than an interval.
         """
-        if self._asked_at is None:
+        if self._reference_at is None:
             newest = [
                 found.newest_at for process in self.fresh() if (found := self._range(process)).newest_at
             ]
-            self._asked_at = min([self.at, *(time + (self._interval_s or 0.0) for time in newest)])
-        return self._asked_at
+            self._reference_at = min([self.at, *(time + (self._interval_s or 0.0) for time in newest)])
+        return self._reference_at
 
     def fresh(self) -> list[Process]:
         """All processes that are currently scraped."""
@@ -131,11 +131,11 @@ class Coverage:
         return found
 
     def window(
-        self, wanted_s: float, expected: Iterable[Process], began_at: Mapping[str, float]
+        self, wanted_s: float, expected: Iterable[Process], started_at: Mapping[str, float]
     ) -> Window | str:
         """The longest window up to ``wanted_s`` in which all of ``expected`` are covered; or why there is none.
 
-        It is longer if two scrapes would not fit. ``began_at`` has the start times by name, by the server's clock,
+        It is longer if two scrapes would not fit. ``started_at`` has the start times by name, by the server's clock,
         where known: a process had no load before its start, so it need not have been scraped then.
         """
         interval_s = self._interval_s
@@ -144,7 +144,7 @@ class Coverage:
         counted: list[Process] = []
         for process in expected:
             found = self._range(process)
-            is_young = self._is_young(began_at.get(process.name), found.since)
+            is_young = self._is_young(started_at.get(process.name), found.since)
             if found.missing and not (is_young and found.newest_at is None):
                 return found.missing
             if not is_young:
@@ -155,25 +155,25 @@ class Coverage:
         if interval_s is None:
             return "Prometheus has not scraped any proxy or host twice so far"
         length_s = max(wanted_s, WINDOW_INTERVALS * interval_s)
-        seen_s = self.asked_at - since + EDGE_INTERVALS * interval_s
+        seen_s = self.reference_at - since + EDGE_INTERVALS * interval_s
         if seen_s >= self._horizon_s and length_s > self._horizon_s:
             counts = self._counts.get(wanted_s, {})
             fewest = min((counts.get(process, 0) for process in counted), default=math.inf)
             seen_s = max(fewest * interval_s / _SCRAPED_SHARE, self._horizon_s)
-            since = self.asked_at - min(length_s, fewest * interval_s)
+            since = self.reference_at - min(length_s, fewest * interval_s)
         if seen_s < length_s:
-            length_s = math.ceil((self.asked_at - since) / interval_s) * interval_s
+            length_s = math.ceil((self.reference_at - since) / interval_s) * interval_s
         for process in counted:
-            if self._count(process, self.asked_at - length_s) < 2:
+            if self._count(process, self.reference_at - length_s) < 2:
                 return f"{process} was scraped only once in the last {length_s:.0f} s"
         return Window(length_s, newest_at)
 
-    def _is_young(self, began_at: float | None, first_at: float) -> bool:
+    def _is_young(self, started_at: float | None, first_at: float) -> bool:
         """Whether the process was scraped from its start on, or has just started."""
-        if began_at is None:
+        if started_at is None:
             return False
         slack_s = 2 * (self._interval_s or 0.0) + 5.0
-        return min(first_at, self.at) - began_at <= slack_s
+        return min(first_at, self.at) - started_at <= slack_s
 
     def _range(self, process: Process) -> _Range:
         found = self._ranges.get(process)
@@ -209,12 +209,12 @@ class Coverage:
 
     def _count(self, process: Process, since: float) -> int:
         return max(
-            bisect_right(scraped.times, self.asked_at) - bisect_left(scraped.times, since)
+            bisect_right(scraped.times, self.reference_at) - bisect_left(scraped.times, since)
             for scraped in self._processes[process]
         )
 
 
-def learned_interval(series: Iterable[Sequence[float]]) -> float | None:
+def infer_interval(series: Iterable[Sequence[float]]) -> float | None:
     """The scrape interval in seconds, of the slowest among ``series``; None if none has two samples.
 
     That of each is the lower median of its gaps, so that failed scrapes and breaks do not count.
@@ -249,7 +249,7 @@ class Group(NamedTuple):
 class CoveredQuery(NamedTuple):
     """A load request and the windows to query for it."""
 
-    ask: LoadRequest
+    request: LoadRequest
     group: Group
     newest_at: float
 
@@ -263,27 +263,27 @@ class WindowChooser:
         self._now = now
         self._known: dict[tuple[object, ...], Window | str] = {}
 
-    def place(self, ask: LoadRequest) -> CoveredQuery | str:
+    def place(self, request: LoadRequest) -> CoveredQuery | str:
         interval_s = self._coverage.interval_s
         if interval_s is not None and interval_s > _INTERVAL_MAX_S:
             return f"Prometheus scrapes every {interval_s:.0f} s, more than {_INTERVAL_MAX_S:.0f} s"
-        seen = self._window(ask, ask.config.look_back_period_s)
+        seen = self._window(request, request.config.look_back_period_s)
         if isinstance(seen, str):
             return seen
-        burst = self._window(ask, ask.config.panic_window_s) if ask.config.panic_threshold else ""
+        burst = self._window(request, request.config.panic_window_s) if request.config.panic_threshold else ""
         burst_s = burst.length_s if isinstance(burst, Window) else None
         return CoveredQuery(
-            ask, Group(seen.length_s, burst_s, ask.config.aggregation_function), seen.newest_at
+            request, Group(seen.length_s, burst_s, request.config.aggregation_function), seen.newest_at
         )
 
-    def _window(self, ask: LoadRequest, wanted_s: float) -> Window | str:
-        key = (wanted_s, ask.proxies, ask.hosts)
+    def _window(self, request: LoadRequest, wanted_s: float) -> Window | str:
+        key = (wanted_s, request.proxies, request.hosts)
         found = self._known.get(key)
         if found is None:
-            expected = [Process("proxy", name) for name in ask.proxies]
-            expected += [Process("host", name) for name in ask.hosts]
+            expected = [Process("proxy", name) for name in request.proxies]
+            expected += [Process("host", name) for name in request.hosts]
             expected = expected or self._coverage.fresh()
             ahead_s = self._coverage.at - self._now
-            began_at = {name: at + ahead_s for name, at in ask.began_at.items()}
-            found = self._known[key] = self._coverage.window(wanted_s, expected, began_at)
+            started_at = {name: at + ahead_s for name, at in request.started_at.items()}
+            found = self._known[key] = self._coverage.window(wanted_s, expected, started_at)
         return found

@@ -26,11 +26,11 @@ from serve_controller.adapters.prometheus_api import (
     PrometheusApi,
     PrometheusUnavailable,
     QueryRefused,
-    count_of,
-    extreme_of,
-    mean_of,
-    samples_of,
-    sum_of,
+    get_count,
+    get_extreme,
+    get_mean,
+    get_samples,
+    get_sum,
     with_placeholders,
 )
 from serve_controller.adapters.prometheus_coverage import (
@@ -59,9 +59,9 @@ class Found:
         self._queued = queued
         self._burst = burst
 
-    def reading(self, placed: CoveredQuery, at: float) -> LoadSample:
+    def sample(self, placed: CoveredQuery, at: float) -> LoadSample:
         """The load of a backend. One without a series never had a request: all relevant processes were scraped."""
-        tag = placed.ask.backend_tag
+        tag = placed.request.backend_tag
         seen = self._seen.get(tag, 0.0)
         burst = None if self._burst is None else self._burst.get(tag, 0.0)
         if not math.isfinite(seen) or (burst is not None and not math.isfinite(burst)):
@@ -88,23 +88,23 @@ class Rates:
 
     async def of(self, group: Group) -> Found:
         """Query the loads over the windows of a group. Raises `PrometheusUnavailable` or `QueryRefused`."""
-        ongoing = await self._loads(mean_of(ONGOING, self._selector, group.window_s))
-        queued = await self._loads(mean_of(QUEUED, self._selector, group.window_s))
+        ongoing = await self._loads(get_mean(ONGOING, self._selector, group.window_s))
+        queued = await self._loads(get_mean(QUEUED, self._selector, group.window_s))
         seen = _sum(ongoing, queued)
         if group.aggregation is not AggregationFunction.MEAN:
             seen = await self._loads(self._extreme(group))
         burst = None
         if group.burst_s is not None:
             burst = _sum(
-                await self._loads(mean_of(ONGOING, self._selector, group.burst_s)),
-                await self._loads(mean_of(QUEUED, self._selector, group.burst_s)),
+                await self._loads(get_mean(ONGOING, self._selector, group.burst_s)),
+                await self._loads(get_mean(QUEUED, self._selector, group.burst_s)),
             )
         return Found(seen, queued, burst)
 
     def _extreme(self, group: Group) -> str:
         interval_s = self._coverage.interval_s or 1.0
         inner_s = WINDOW_INTERVALS * interval_s
-        return extreme_of(
+        return get_extreme(
             group.aggregation,
             self._selector,
             # The first of the inner windows begins where the whole window does.
@@ -116,7 +116,7 @@ class Rates:
     async def _loads(self, query: str) -> _Loads:
         found = self._known.get(query)
         if found is None:
-            elements = await self._api.elements(query, self._coverage.asked_at)
+            elements = await self._api.elements(query, self._coverage.reference_at)
             found = self._known[query] = {
                 BackendTag(element.metric.get("backend_tag", "")): value
                 for element in elements
@@ -172,36 +172,38 @@ class PrometheusSource:
 
     async def read(
         self,
-        asks: Sequence[LoadRequest],
+        requests: Sequence[LoadRequest],
         targets: Targets,  # noqa: ARG002 - of the port
         now: float,
     ) -> Mapping[BackendTag, LoadSample]:
         """Read the loads. ``targets`` are ignored: Prometheus finds them by itself."""
-        if not asks:
+        if not requests:
             return {}
-        readings: dict[BackendTag, LoadSample] = {}
+        samples: dict[BackendTag, LoadSample] = {}
         coverage: Coverage | None = None
         why = f"Prometheus: nothing but slow answers for {_LOADS_DEADLINE_S:g} s"
         loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        if began_at < self._backoff_until:
-            return {ask.backend_tag: missing(now, self._backoff_reason) for ask in asks}
+        started_at = loop.time()
+        if started_at < self._backoff_until:
+            return {request.backend_tag: missing(now, self._backoff_reason) for request in requests}
         try:
             async with asyncio.timeout(_LOADS_DEADLINE_S):
-                coverage = await self._read_coverage(asks, await self._api.time())
+                coverage = await self._read_coverage(requests, await self._api.time())
                 await self._read_loads(
-                    [ask for ask in asks if ask.config.query is None], coverage, now, readings
+                    [request for request in requests if request.config.query is None], coverage, now, samples
                 )
         except TimeoutError:
             pass  # the missing samples get a reason below
         except (PrometheusUnavailable, QueryRefused) as error:
             why = f"Prometheus: {error}"
-        if coverage is None and loop.time() - began_at >= _SLOW_S:
+        if coverage is None and loop.time() - started_at >= _SLOW_S:
             self._backoff_until, self._backoff_reason = loop.time() + _BACKOFF_S, why
         if coverage is not None:
-            queries = [ask for ask in asks if ask.config.query is not None]
-            readings |= await self._read_queries(queries, coverage, now)
-        return {ask.backend_tag: readings.get(ask.backend_tag) or missing(now, why) for ask in asks}
+            queries = [request for request in requests if request.config.query is not None]
+            samples |= await self._read_queries(queries, coverage, now)
+        return {
+            request.backend_tag: samples.get(request.backend_tag) or missing(now, why) for request in requests
+        }
 
     async def close(self) -> None:
         """Close the connections to the server."""
@@ -209,24 +211,24 @@ class PrometheusSource:
 
     # -- scraped processes ----------------------------------------------------------------------------------------
 
-    async def _read_coverage(self, asks: Sequence[LoadRequest], at: float) -> Coverage:
-        windows = {ask.config.look_back_period_s for ask in asks}
+    async def _read_coverage(self, requests: Sequence[LoadRequest], at: float) -> Coverage:
+        windows = {request.config.look_back_period_s for request in requests}
         known_s = self._interval_s
         horizon_s = max(min(max(windows) + 3 * (known_s or 0.0), _HORIZON_MAX_S), _HORIZON_MIN_S)
         horizon_s = max(horizon_s, _UNKNOWN_INTERVAL_HORIZON_S if known_s is None else 5 * known_s)
         infos = (("proxy", PROXY), ("host", HOST))
         samples = await _gather(
-            self._api.elements(samples_of(info, self._selector, horizon_s), at) for _, info in infos
+            self._api.elements(get_samples(info, self._selector, horizon_s), at) for _, info in infos
         )
         processes: defaultdict[Process, list[Scraped]] = defaultdict(list)
         for (kind, _), elements in zip(infos, samples, strict=True):
             for element in elements:
-                process, target = _process_of(kind, element)
+                process, target = _get_process(kind, element)
                 processes[process].append(Scraped([time for time, _ in element.values], target))
         long_windows = sorted(window_s for window_s in windows if window_s > horizon_s)[:_LONG_WINDOWS_MAX]
         counts = {window_s: await self._count(infos, window_s, at) for window_s in long_windows}
         coverage = Coverage(at, horizon_s, processes, counts)
-        self._learn(coverage.interval_s)
+        self._set_interval(coverage.interval_s)
         return coverage
 
     async def _count(
@@ -234,12 +236,12 @@ class PrometheusSource:
     ) -> dict[Process, int]:
         found: defaultdict[Process, int] = defaultdict(int)
         for kind, info in infos:
-            for element in await self._api.elements(count_of(info, self._selector, window_s), at):
-                process, _ = _process_of(kind, element)
+            for element in await self._api.elements(get_count(info, self._selector, window_s), at):
+                process, _ = _get_process(kind, element)
                 found[process] += int(element.number or 0)
         return dict(found)
 
-    def _learn(self, interval_s: float | None) -> None:
+    def _set_interval(self, interval_s: float | None) -> None:
         if interval_s is None:
             return
         self._interval_s = interval_s
@@ -256,95 +258,95 @@ class PrometheusSource:
 
     async def _read_loads(
         self,
-        asks: Sequence[LoadRequest],
+        requests: Sequence[LoadRequest],
         coverage: Coverage,
         now: float,
-        readings: dict[BackendTag, LoadSample],
+        samples: dict[BackendTag, LoadSample],
     ) -> None:
-        """Fill in ``readings``; samples read before it raises `PrometheusUnavailable` stay."""
-        measured = await self._measured(asks, coverage)
+        """Fill in ``samples``; samples read before it raises `PrometheusUnavailable` stay."""
+        measured = await self._measured(requests, coverage)
         groups: defaultdict[Group, list[CoveredQuery]] = defaultdict(list)
         placer = WindowChooser(coverage, now)
-        for number, ask in enumerate(asks):
+        for number, request in enumerate(requests):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
-            placed = unmeasured(ask, measured.get(ask.backend_tag, 0)) or placer.place(ask)
+            placed = unmeasured(request, measured.get(request.backend_tag, 0)) or placer.place(request)
             if isinstance(placed, str):
-                readings[ask.backend_tag] = missing(now, placed)
+                samples[request.backend_tag] = missing(now, placed)
             elif placed.group in groups or len(groups) < _GROUPS_MAX:
                 groups[placed.group].append(placed)
             else:
                 why = f"more than {_GROUPS_MAX} different look-back periods are in use"
-                readings[ask.backend_tag] = missing(now, why)
+                samples[request.backend_tag] = missing(now, why)
         rates = Rates(self._api, self._selector, coverage)
         for group, members in groups.items():
             try:
                 found = await rates.of(group)
             except QueryRefused as error:
                 why = f"Prometheus: {error}"
-                readings |= {placed.ask.backend_tag: missing(now, why) for placed in members}
+                samples |= {placed.request.backend_tag: missing(now, why) for placed in members}
                 continue
             for placed in members:
-                readings[placed.ask.backend_tag] = found.reading(
+                samples[placed.request.backend_tag] = found.sample(
                     placed, now - (coverage.at - placed.newest_at)
                 )
 
-    async def _measured(self, asks: Sequence[LoadRequest], coverage: Coverage) -> dict[str, int]:
+    async def _measured(self, requests: Sequence[LoadRequest], coverage: Coverage) -> dict[str, int]:
         """Number of replicas of each backend on the hosts' metrics pages."""
-        if not any(ask.num_replicas for ask in asks):
+        if not any(request.num_replicas for request in requests):
             return {}
-        query = sum_of(CONNECTED, self._selector)
-        elements = await self._api.elements(query, coverage.asked_at)
+        query = get_sum(CONNECTED, self._selector)
+        elements = await self._api.elements(query, coverage.reference_at)
         return {element.metric.get("backend_tag", ""): int(element.number or 0) for element in elements}
 
     # -- users' queries -------------------------------------------------------------------------------------------
 
     async def _read_queries(
-        self, asks: Sequence[LoadRequest], coverage: Coverage, now: float
+        self, requests: Sequence[LoadRequest], coverage: Coverage, now: float
     ) -> dict[BackendTag, LoadSample]:
         expressions: dict[BackendTag, str] = {}
-        readings: dict[BackendTag, LoadSample] = {}
+        samples: dict[BackendTag, LoadSample] = {}
         last_break = coverage.last_break()
-        for ask in asks:
-            look_back_s = ask.config.look_back_period_s
+        for request in requests:
+            look_back_s = request.config.look_back_period_s
             if last_break is not None and last_break[1] > coverage.at - look_back_s:
-                readings[ask.backend_tag] = missing(now, _break_text(last_break, coverage.at))
-            elif ask.config.query is not None:
-                expressions[ask.backend_tag] = with_placeholders(
-                    ask.config.query.promql, ask.backend_tag, look_back_s
+                samples[request.backend_tag] = missing(now, _break_text(last_break, coverage.at))
+            elif request.config.query is not None:
+                expressions[request.backend_tag] = with_placeholders(
+                    request.config.query.promql, request.backend_tag, look_back_s
                 )
-        answers = await self._query_all(set(expressions.values()), coverage.asked_at)
+        replies = await self._query_all(set(expressions.values()), coverage.reference_at)
         for tag, expression in expressions.items():
-            answer = answers[expression]
-            readings[tag] = (
-                missing(now, answer)
-                if isinstance(answer, str)
-                else LoadSample(at=now, seen=answer, source=SOURCE)
+            reply = replies[expression]
+            samples[tag] = (
+                missing(now, reply)
+                if isinstance(reply, str)
+                else LoadSample(at=now, seen=reply, source=SOURCE)
             )
-        return readings
+        return samples
 
     async def _query_all(self, expressions: Iterable[str], at: float) -> dict[str, float | str]:
         """The result of each expression, or why there is none."""
-        answers: dict[str, float | str] = dict.fromkeys(
+        replies: dict[str, float | str] = dict.fromkeys(
             expressions,
             f"Prometheus: not asked within {_QUERIES_DEADLINE_S:g} s, there are too many slow queries",
         )
 
-        async def ask(expression: str) -> None:
+        async def request(expression: str) -> None:
             try:
-                answers[expression] = await self._api.number(expression, at)
+                replies[expression] = await self._api.number(expression, at)
             except (PrometheusUnavailable, QueryRefused) as error:
-                answers[expression] = f"Prometheus: {error}"
+                replies[expression] = f"Prometheus: {error}"
 
         try:
             async with asyncio.timeout(_QUERIES_DEADLINE_S):
-                await _gather(ask(expression) for expression in list(answers))
+                await _gather(request(expression) for expression in list(replies))
         except TimeoutError:
-            _log.warning("prometheus_queries_too_slow", queries=len(answers), deadline_s=_QUERIES_DEADLINE_S)
-        return answers
+            _log.warning("prometheus_queries_too_slow", queries=len(replies), deadline_s=_QUERIES_DEADLINE_S)
+        return replies
 
 
-def _process_of(kind: str, element: Element) -> tuple[Process, str]:
+def _get_process(kind: str, element: Element) -> tuple[Process, str]:
     labels = element.metric
     target = f"{labels.get('job', '')} {labels.get('instance', '')}".strip()
     return Process(kind, labels.get(f"{kind}_id", "")), target

@@ -13,8 +13,8 @@ import msgspec
 from immutables import Map
 
 from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import HttpOptions
 from serve_common.protocol.reports import ReplicaGoal
+from serve_common.text import truncate
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,
@@ -28,7 +28,7 @@ from serve_controller.core.objects import (
     Key,
     ObjectChanges,
     ObjectKind,
-    key_of,
+    get_key,
 )
 
 AUDIT_BYTES_MAX: Final = 64 * 1024
@@ -42,7 +42,7 @@ LEFT_OUT: Final = "left out"
 _NOTE_BYTES: Final = 2048
 """Bytes reserved for that note."""
 _NAMES_LEFT_OUT_MAX: Final = 5
-_GIVEN_BY_USERS: Final = frozenset({"user_config", "init_args", "init_kwargs", "runtime_env", "resources"})
+_USER_VALUES: Final = frozenset({"user_config", "init_args", "init_kwargs", "runtime_env", "resources"})
 
 Side: TypeAlias = dict[str, Any] | None
 """Objects by kind and name ("backend default/a"), None for a missing one; None in all if nothing is logged."""
@@ -55,7 +55,7 @@ def audit_values(before: Checkpoint, changes: ObjectChanges) -> tuple[Side, Side
     read to find out what was requested. It is bounded because one entry must stay readable while a command may change
     everything.
     """
-    changed: list[tuple[Key, CheckpointObject | None]] = [(key_of(value), value) for value in changes.puts]
+    changed: list[tuple[Key, CheckpointObject | None]] = [(get_key(value), value) for value in changes.puts]
     changed += [(key, None) for key in changes.deletes]
     old, new = _Entry(), _Entry()
     for key, value in sorted(changed, key=lambda entry: _title(entry[0])):
@@ -131,7 +131,7 @@ class _Entry:
 
 def _shortened(value: Any, name: str = "") -> Any:
     """``value`` with large values given by users replaced by a note."""
-    if name in _GIVEN_BY_USERS:
+    if name in _USER_VALUES:
         size = _size(value)
         return value if size <= VALUE_BYTES_MAX else f"{LEFT_OUT}: {size} bytes"
     if isinstance(value, dict):
@@ -159,12 +159,8 @@ def format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, dict | list):
-        return _cut(msgspec.json.encode(value).decode())
-    return _cut(str(msgspec.to_builtins(value)))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN_LENGTH_MAX else f"{text[: _SHOWN_LENGTH_MAX - 1]}…"
+        return truncate(msgspec.json.encode(value).decode(), _SHOWN_LENGTH_MAX)
+    return truncate(str(msgspec.to_builtins(value)), _SHOWN_LENGTH_MAX)
 
 
 def changed_fields(before: msgspec.Struct, after: msgspec.Struct, names: Collection[str] = ()) -> list[str]:
@@ -208,11 +204,6 @@ def light_changes(before: BackendConfig, after: BackendConfig) -> list[str]:
     """Changed options that reach no replica, except ``num_replicas``."""
     light = frozenset(BackendConfig.__struct_fields__) - REPLICA_OPTIONS - {"num_replicas"}
     return changed_fields(before, after, light)
-
-
-def http_changes(before: HttpOptions, after: HttpOptions) -> list[str]:
-    """Changed options of all proxies."""
-    return changed_fields(before, after)
 
 
 def format_traffic(traffic: Iterable[tuple[str, float]]) -> str:

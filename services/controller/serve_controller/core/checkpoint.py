@@ -17,6 +17,7 @@ import msgspec
 from immutables import Map
 
 from serve_common.api.views import GoalStatus
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_backend_tag
 from serve_controller.core.objects import (
     Application,
@@ -36,8 +37,8 @@ from serve_controller.core.objects import (
     ReplicaState,
     Revision,
     SnapshotRecord,
-    goal_id_of,
-    key_of,
+    get_goal_id,
+    get_key,
 )
 from serve_controller.core.transitions import IN_HOST_GOAL, WANTED
 
@@ -137,7 +138,7 @@ class Indices:
         self.unplaced: Map[BackendTag, int] = Map()
         """Number of replicas that wait for a host, by backend."""
 
-    def load_of(self, host_id: HostId) -> HostLoad:
+    def get_load(self, host_id: HostId) -> HostLoad:
         """Capacity taken on a host."""
         return self.loads.get(host_id, NO_LOAD)
 
@@ -146,10 +147,10 @@ def index_replica(indices: Indices, before: Replica | None, after: Replica | Non
     """Index a replica that was added (``before`` is None), changed, or deleted (``after`` is None)."""
     if before is not None and before.host_id is not None:
         indices.by_host = delete_in(indices.by_host, before.host_id, before.replica_tag)
-        _set_load(indices, before.host_id, changed_load(indices.load_of(before.host_id), before, -1))
+        _set_load(indices, before.host_id, changed_load(indices.get_load(before.host_id), before, -1))
     if after is not None and after.host_id is not None:
         indices.by_host = put_in(indices.by_host, after.host_id, after.replica_tag, after)
-        _set_load(indices, after.host_id, changed_load(indices.load_of(after.host_id), after, 1))
+        _set_load(indices, after.host_id, changed_load(indices.get_load(after.host_id), after, 1))
     waited = before is not None and before.state is ReplicaState.SHOULD_START
     waits = after is not None and after.state is ReplicaState.SHOULD_START
     if waits != waited:
@@ -264,10 +265,20 @@ class Checkpoint(Indices):
             yield self.http
         yield self.counters
 
-    def replicas_of(self, tag: BackendTag) -> Map[ReplicaTag, Replica]:
+    def get_replicas(self, tag: BackendTag) -> Map[ReplicaTag, Replica]:
         """A backend's replicas."""
         found: Map[ReplicaTag, Replica] = self.replicas.get(tag, Map())
         return found
+
+    def living_deployment(self, tag: BackendTag) -> Deployment | None:
+        """The deployment of that tag; None also for one that was deleted, whose record is retained for a while."""
+        found = self.deployments.get(tag)
+        return None if found is None or found.ended_at is not None else found
+
+    @property
+    def http_options(self) -> HttpOptions:
+        """The HTTP options of all proxies; the defaults until they are changed."""
+        return HttpOptions() if self.http is None else self.http.target
 
     def lookup(self, key: Key) -> CheckpointObject | None:  # noqa: C901 - a table
         """The object under ``key`` or None."""
@@ -285,7 +296,7 @@ class Checkpoint(Indices):
                 tag, _, number = name.rpartition("@")
                 return self.revisions.get(BackendTag(tag), Map()).get(int(number))
             case ObjectKind.REPLICA:
-                return self.replicas_of(parse_backend_tag(ReplicaTag(name))).get(ReplicaTag(name))
+                return self.get_replicas(parse_backend_tag(ReplicaTag(name))).get(ReplicaTag(name))
             case ObjectKind.GOAL:
                 return self.goals.get(GoalId(name))
             case ObjectKind.HOST:
@@ -321,7 +332,7 @@ class Draft(Checkpoint):
 
     def put(self, value: CheckpointObject) -> None:  # noqa: C901 - a table
         """Add or replace an object."""
-        self._touched[key_of(value)] = None
+        self._touched[get_key(value)] = None
         match value:
             case Backend():
                 self.backends = self.backends.set(value.backend_tag, value)
@@ -335,7 +346,7 @@ class Draft(Checkpoint):
             case Revision():
                 self.revisions = put_in(self.revisions, value.backend_tag, value.revision, value)
             case Replica():
-                index_replica(self, self.replicas_of(value.backend_tag).get(value.replica_tag), value)
+                index_replica(self, self.get_replicas(value.backend_tag).get(value.replica_tag), value)
                 self.replicas = put_in(self.replicas, value.backend_tag, value.replica_tag, value)
             case Goal():
                 index_goal(self, self.goals.get(value.goal_id), value)
@@ -404,7 +415,7 @@ class Draft(Checkpoint):
     def next_goal_id(self) -> GoalId:
         """A new goal id. Ids are ordered, so that an unknown one can be distinguished from a forgotten one."""
         self.put(msgspec.structs.replace(self.counters, goal=self.counters.goal + 1))
-        return goal_id_of(self.counters.goal)
+        return get_goal_id(self.counters.goal)
 
     def next_ordinal(self) -> int:
         """A new replica ordinal, never given before."""

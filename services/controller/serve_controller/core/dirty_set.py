@@ -19,7 +19,6 @@ from serve_controller.core.objects import (
     Backend,
     Deployment,
     EndpointRecord,
-    Goal,
     HostRecord,
     ObjectChanges,
     Replica,
@@ -49,16 +48,16 @@ class DirtySet(msgspec.Struct, frozen=True, kw_only=True):
     proxies: frozenset[ProxyId] = frozenset()
     keys: frozenset[str] = frozenset()
     """Keys of the bucket."""
-    has_room: bool = False
+    has_capacity: bool = False
     """Some host may have gained capacity: retry backends with unplaced replicas."""
     goals: bool = False
     """Pending goals may have progressed by other means than replicas (proxies, the bucket)."""
-    tidy: bool = False
+    gc: bool = False
     """Delete objects that are no longer needed."""
 
 
 NOTHING = DirtySet()
-EVERYTHING = DirtySet(is_everything=True, tidy=True)
+EVERYTHING = DirtySet(is_everything=True, gc=True)
 
 Subject = tuple[str, str]
 """Subject of a due check: ``backend``, ``host_goal``, ``host`` or ``proxy``, and its name."""
@@ -68,13 +67,13 @@ def dirty_by_host_report(before: HostObserved | None, after: HostObserved) -> Di
     """Objects that a host's newest report may affect."""
     host_id = after.report.host_id
     if before is None or before.report.incarnation != after.report.incarnation:
-        return DirtySet(hosts=frozenset({host_id}), has_room=True)
+        return DirtySet(hosts=frozenset({host_id}), has_capacity=True)
     old, new = before.report, after.report
     gained = old.resources != new.resources or old.leaving != new.leaving
     same = old.generation == new.generation and old.epoch == new.epoch and before.replicas is after.replicas
     if same and not gained:
         return NOTHING
-    return DirtySet(hosts=frozenset({host_id}), has_room=gained)
+    return DirtySet(hosts=frozenset({host_id}), has_capacity=gained)
 
 
 def dirty_by_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> DirtySet:
@@ -94,7 +93,7 @@ def dirty_by_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChang
     endpoints: set[EndpointTag] = set()
     hosts: set[HostId] = set()
     keys: set[str] = set()
-    has_room = False
+    has_capacity = False
     gone = [value for key in changes.deletes if (value := before.lookup(key)) is not None]
     for value in (*changes.puts, *gone):
         match value:
@@ -114,21 +113,19 @@ def dirty_by_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChang
                 hosts.add(value.host_id)
                 was = before.hosts.get(value.host_id)
                 if was is None or was.draining != value.draining:
-                    has_room = True
+                    has_capacity = True
                     backends.update(r.backend_tag for r in after.by_host.get(value.host_id, {}).values())
             case SnapshotRecord():
                 keys.add(value.key)
-            case Goal():
-                pass  # the objects it owns are marked by their own changes
             case _:
-                pass  # counters, proxies, revisions affect nothing else
-    has_room = has_room or any(isinstance(value, Replica) for value in gone)
+                pass  # the objects that a goal owns are marked by their own changes; the rest affects nothing else
+    has_capacity = has_capacity or any(isinstance(value, Replica) for value in gone)
     return DirtySet(
         backends=frozenset(backends),
         endpoints=frozenset(endpoints),
         hosts=frozenset(hosts),
         keys=frozenset(keys),
-        has_room=has_room,
+        has_capacity=has_capacity,
         goals=bool(changes),
     )
 
@@ -186,7 +183,7 @@ class SilenceDetector:
         if self._hosts.get(host_id) is status:
             return NOTHING
         self._hosts[host_id] = status
-        return DirtySet(hosts=frozenset({host_id}), has_room=True)
+        return DirtySet(hosts=frozenset({host_id}), has_capacity=True)
 
     def of_proxy(
         self, observed: ObservedState, proxy_id: ProxyId, now: float, due_checks: DueChecks
@@ -249,9 +246,9 @@ class DirtySets:
         flags = self._flags
         self._flags = DirtySet(
             is_everything=flags.is_everything or dirty.is_everything,
-            has_room=flags.has_room or dirty.has_room,
+            has_capacity=flags.has_capacity or dirty.has_capacity,
             goals=flags.goals or dirty.goals,
-            tidy=flags.tidy or dirty.tidy,
+            gc=flags.gc or dirty.gc,
         )
 
     def take(self) -> DirtySet:

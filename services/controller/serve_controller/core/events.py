@@ -23,6 +23,7 @@ from serve_common.names import (
     parse_backend_tag,
 )
 from serve_common.protocol.subjects import backend_key, endpoint_key
+from serve_common.text import truncate
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import application_owned, host_owned
 from serve_controller.core.objects import (
@@ -36,7 +37,7 @@ from serve_controller.core.objects import (
     ProxyRecord,
     Replica,
     ReplicaState,
-    number_of,
+    parse_number,
 )
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.transitions import WANTED
@@ -45,18 +46,13 @@ from serve_controller.core.views.hosts import view_goal
 MESSAGE_LENGTH_MAX: Final = 500
 
 
-def cut(text: str, length_max: int = MESSAGE_LENGTH_MAX) -> str:
-    """``text``, truncated with an ellipsis if too long."""
-    return text if len(text) <= length_max else f"{text[: length_max - 1]}…"
-
-
 def last_line(error: str) -> str:
     """The last line of a traceback."""
     lines = error.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
-def name_of(version: BackendVersion) -> str:
+def get_name(version: BackendVersion) -> str:
     """A version's name for people: the user's name for it, or its code version."""
     return version.version or str(version.code_version)
 
@@ -83,16 +79,16 @@ def backend_changes(
     if backend.start_failures > known.start_failures:
         allowed = backend.target.backend_config.max_constructor_retry_count
         count = f"{backend.start_failures} starts failed (a goal fails at {allowed})"
-        yield "failing", f"version {name_of(backend.target)}: {count}: {error}"
+        yield "failing", f"version {get_name(backend.target)}: {count}: {error}"
     elif known.start_failures and not backend.start_failures and is_same_aim and not has_failed:
-        yield "recovered", f"version {name_of(backend.target)} starts again"
+        yield "recovered", f"version {get_name(backend.target)} starts again"
     if backend.halted and not known.halted:
         yield "halted", f"nothing is started until the next deploy: {error}"
-    if backend.kept is not None and backend.kept != known.kept:
-        kept = f"replicas of version {name_of(backend.kept)} that serve are kept"
-        yield "kept", f"version {name_of(backend.target)} is wanted again; {kept}: {error}"
+    if backend.retained is not None and backend.retained != known.retained:
+        retained = f"replicas of version {get_name(backend.retained)} that serve are kept"
+        yield "kept", f"version {get_name(backend.target)} is wanted again; {retained}: {error}"
     elif _was_rolled_back(known, backend):
-        yield "went back", f"version {name_of(backend.target)} is put back: {error}"
+        yield "went back", f"version {get_name(backend.target)} is put back: {error}"
 
 
 def _was_rolled_back(known: Backend, backend: Backend) -> bool:
@@ -161,8 +157,8 @@ class ReplicaEventTexts:
         if replica.code_version != backend.target.code_version:
             versions = backend.versions()
             old = next((v for v in versions if v.code_version == replica.code_version), None)
-            former = str(replica.code_version) if old is None else name_of(old)
-            return f"version {former} is replaced by {name_of(backend.target)}"
+            former = str(replica.code_version) if old is None else get_name(old)
+            return f"version {former} is replaced by {get_name(backend.target)}"
         if was is ReplicaState.UNHEALTHY:
             return "its health check fails"
         if self._count_wanted(replica.backend_tag) >= backend.num_wanted:
@@ -171,7 +167,7 @@ class ReplicaEventTexts:
 
     def _count_wanted(self, tag: BackendTag) -> int:
         if tag not in self._num_wanted:
-            replicas = self._after.replicas_of(tag).values()
+            replicas = self._after.get_replicas(tag).values()
             self._num_wanted[tag] = sum(replica.state in WANTED for replica in replicas)
         return self._num_wanted[tag]
 
@@ -184,7 +180,7 @@ _SortKey = tuple[int, str, int]
 _GOAL_STARTED, _HOST, _PROXY, _BACKEND, _REPLICA, _GOAL_ENDED = range(6)
 
 
-def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now: float) -> list[EventView]:
+def get_events(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now: float) -> list[EventView]:
     """Events of ``changes``, which lead from ``before`` to ``after``, in a deterministic order.
 
     New goals come first and ended goals last, so that the effects of a goal come between.
@@ -197,9 +193,9 @@ def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now
     return collector.events()
 
 
-def audit_event(now: float, *, verb: str, subject: str, who: str, goal_id: GoalId | None) -> EventView:
-    """The event of an accepted command; ``who`` is unverified and shown as a claim."""
-    message = cut(f"{verb}, claimed by {who}" if who else verb)
+def audit_event(now: float, *, verb: str, subject: str, principal: str, goal_id: GoalId | None) -> EventView:
+    """The event of an accepted command; ``principal`` is unverified and shown as a claim."""
+    message = truncate(f"{verb}, claimed by {principal}" if principal else verb, MESSAGE_LENGTH_MAX)
     return EventView(at=now, kind="audit", subject=subject, message=message, state=verb, goal_id=goal_id)
 
 
@@ -237,7 +233,7 @@ class _EventCollector:
             case Backend():
                 self._backend(self._before.backends.get(value.backend_tag), value)
             case Replica():
-                known = self._before.replicas_of(value.backend_tag).get(value.replica_tag)
+                known = self._before.get_replicas(value.backend_tag).get(value.replica_tag)
                 if known is None or known.state is not value.state:
                     self._replica(value, value.state, self._texts.transition_text(known, value))
             case _:
@@ -253,13 +249,13 @@ class _EventCollector:
             self._add((_BACKEND, name, 0), "backend", "deleted", "its last replica is gone")
         elif kind is ObjectKind.REPLICA:
             tag = ReplicaTag(name)
-            replica = self._before.replicas_of(parse_backend_tag(tag)).get(tag)
+            replica = self._before.get_replicas(parse_backend_tag(tag)).get(tag)
             if replica is not None:
                 self._replica(replica, ReplicaState.STOPPED, self._texts.end_text(replica))
 
     def _goal(self, known: Goal | None, goal: Goal) -> None:
         about = f"{goal.kind.value} {goal.subject}".strip()
-        number, status = number_of(goal.goal_id), goal.status
+        number, status = parse_number(goal.goal_id), goal.status
         if known is None:
             sort_key = (_GOAL_STARTED, goal.goal_id, number)
             self._add(sort_key, "goal", GoalStatus.PENDING.value, about, goal_id=goal.goal_id)
@@ -300,7 +296,7 @@ class _EventCollector:
             at=self._now,
             kind=kind,
             subject=sort_key[1] if subject is None else subject,
-            message=cut(message),
+            message=truncate(message, MESSAGE_LENGTH_MAX),
             state=state,
             goal_id=goal_id,
         )
@@ -319,11 +315,11 @@ def goal_progress(
     Ended and forgotten goals are left out: their end is an event by itself. Messages are truncated as in events.
     """
     views = []
-    for goal_id in sorted(set(goal_ids), key=number_of):
+    for goal_id in sorted(set(goal_ids), key=parse_number):
         if goal_id not in checkpoint.pending:
             continue
         view = view_goal(checkpoint, observed, goal_id)
-        view = msgspec.structs.replace(view, message=cut(view.message))
+        view = msgspec.structs.replace(view, message=truncate(view.message, MESSAGE_LENGTH_MAX))
         if view.message != last_messages.get(goal_id):
             views.append(view)
     return views

@@ -13,8 +13,8 @@ from typing import Final
 from immutables import Map
 
 from serve_common.api.views import PlannedAction, PlannedReplica, PlanView
-from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, HostId, replica_tag
+from serve_common.text import truncate
 from serve_controller.core.audit import (
     changed_fields,
     changed_names,
@@ -25,7 +25,6 @@ from serve_controller.core.audit import (
     light_changes,
 )
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.events import cut
 from serve_controller.core.goals.scope import deployments_removed_by
 from serve_controller.core.objects import (
     Backend,
@@ -33,7 +32,7 @@ from serve_controller.core.objects import (
     EndpointConfig,
     Replica,
     ReplicaState,
-    number_of,
+    parse_number,
 )
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import Ledger
@@ -109,9 +108,7 @@ def _at_route(config: EndpointConfig) -> str:
 
 
 def _http(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
-    was = HttpOptions() if before.http is None else before.http.target
-    becomes = HttpOptions() if after.http is None else after.http.target
-    if texts := changed_fields(was, becomes):
+    if texts := changed_fields(before.http_options, after.http_options):
         yield f"all proxies: {', '.join(texts)}"
 
 
@@ -127,7 +124,7 @@ def _hosts(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
 
 def _goals(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
     replaced = [goal for goal_id, goal in before.pending.items() if goal_id not in after.pending]
-    for goal in sorted(replaced, key=lambda g: number_of(g.goal_id)):
+    for goal in sorted(replaced, key=lambda g: parse_number(g.goal_id)):
         yield f"the pending goal {goal.goal_id} ({goal.kind.value} {goal.subject}) is replaced"
 
 
@@ -157,7 +154,7 @@ def forecast(before: Checkpoint, after: Checkpoint, observed: ObservedState, now
     return PlanView(
         updating=bool(replicas or notes) or _differs(before, after),
         replicas=replicas[:PLANNED_MAX],
-        notes=[cut(note, NOTE_LENGTH_MAX) for note in notes],
+        notes=[truncate(note, NOTE_LENGTH_MAX) for note in notes],
     )
 
 
@@ -215,7 +212,7 @@ class _BackendPlan:
         self._known = before.backends.get(tag)
         self._is_deployment = tag in before.deployments or tag in after.deployments
         self._running = sorted(
-            (r for r in before.replicas_of(tag).values() if r.state in WANTED), key=lambda r: r.ordinal
+            (r for r in before.get_replicas(tag).values() if r.state in WANTED), key=lambda r: r.ordinal
         )
         backend = after.backends.get(tag)
         if backend is None or backend.deleting:
@@ -242,7 +239,7 @@ class _BackendPlan:
         stay: list[Replica] = []
         num_moved = 0
         for replica in self._running:
-            was = _version_of(known, replica)
+            was = _get_version(known, replica)
             if not _serves(backend, replica):
                 self._stop([replica], f"{self._what} is new" if was is None else code_change(was, target))
             elif self._is_draining(replica):
@@ -260,7 +257,7 @@ class _BackendPlan:
             self._start_missing(known, backend, -surplus, num_moved)
         for replica in stay:
             if _needs_reconfigure(backend, replica):
-                was = _version_of(known, replica)
+                was = _get_version(known, replica)
                 why = "a newer configuration" if was is None else config_change(was, target)
                 self._reconfigured.append(self._planned(PlannedAction.RECONFIGURE, replica, why))
 
@@ -301,36 +298,36 @@ class _BackendPlan:
             action=action,
             backend_tag=self.tag,
             replica_tag=None if replica is None else replica.replica_tag,
-            why=cut(why, WHY_LENGTH_MAX),
+            why=truncate(why, WHY_LENGTH_MAX),
         )
 
 
 def _replica_inputs(backend: Backend) -> object:
     """The fields of a backend that decide on its replicas."""
-    return backend.target, backend.deleting, backend.halted, backend.kept
+    return backend.target, backend.deleting, backend.halted, backend.retained
 
 
 def _serves(backend: Backend, replica: Replica) -> bool:
     """Whether the replica runs the target's code, or a version that a failed update kept."""
     if replica.code_version == backend.target.code_version:
         return True
-    kept = backend.kept
-    return kept is not None and replica.code_version == kept.code_version and replica.state in ROUTED
+    retained = backend.retained
+    return retained is not None and replica.code_version == retained.code_version and replica.state in ROUTED
 
 
 def _needs_reconfigure(backend: Backend, replica: Replica) -> bool:
     """Whether the replica runs or starts with another configuration than the target's, and is to be reconfigured."""
     if replica.state is ReplicaState.SHOULD_START or replica.code_version != backend.target.code_version:
         return False
-    is_kept = backend.kept is not None and replica.config_version == backend.kept.config_version
-    return replica.config_version != backend.target.config_version and not is_kept
+    is_retained = backend.retained is not None and replica.config_version == backend.retained.config_version
+    return replica.config_version != backend.target.config_version and not is_retained
 
 
-def _version_of(known: Backend | None, replica: Replica) -> BackendVersion | None:
+def _get_version(known: Backend | None, replica: Replica) -> BackendVersion | None:
     if known is None:
         return None
     same_code = (v for v in known.versions() if v.code_version == replica.code_version)
-    return known.version_of(replica.config_version) or next(same_code, None)
+    return known.get_version(replica.config_version) or next(same_code, None)
 
 
 def _num_change(known: Backend | None, backend: Backend) -> str:

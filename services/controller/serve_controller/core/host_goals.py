@@ -87,7 +87,7 @@ def _host_goal(checkpoint: Checkpoint, host_id: HostId, number: tuple[int, int])
 
 
 def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
-    version = checkpoint.backends[replica.backend_tag].version_of(replica.config_version)
+    version = checkpoint.backends[replica.backend_tag].get_version(replica.config_version)
     assert version is not None, f"{replica.replica_tag} runs a version that is forgotten"
     config = version.backend_config
     return ReplicaGoal(
@@ -104,5 +104,5 @@ def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
         start_timeout_s=config.start_timeout_s,
         may_call=config.may_call,
         code_version=replica.code_version,
-        companions=replica.companions,
+        peer_versions=replica.peer_versions,
     )

@@ -66,7 +66,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     target: BackendVersion
     last_good: BackendVersion | None
     """Target of the last succeeded goal; a failed goal makes it the target again."""
-    kept: BackendVersion | None = None
+    retained: BackendVersion | None = None
     """Version that a failed update left running (`OnFailure.KEEP`): its serving replicas are kept while they live."""
     others: list[BackendVersion] = []
     """Further versions that replicas still run."""
@@ -88,9 +88,9 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
     def versions(self) -> list[BackendVersion]:
         """Every version that a replica may have."""
-        return [self.target, *self.others, *(v for v in (self.last_good, self.kept) if v is not None)]
+        return [self.target, *self.others, *(v for v in (self.last_good, self.retained) if v is not None)]
 
-    def version_of(self, config_version: int) -> BackendVersion | None:
+    def get_version(self, config_version: int) -> BackendVersion | None:
         """The version with that number; None if it is no longer retained."""
         return next((v for v in self.versions() if v.config_version == config_version), None)
 
@@ -121,10 +121,6 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {*self.traffic, *self.shadows}
 
 
-TRAFFIC: Final = ("traffic", "shadows")
-"""Fields of an endpoint's configuration that decide where its requests go."""
-
-
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An endpoint: its target and its last good configuration."""
 
@@ -141,9 +137,10 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
         return [self.target] if self.last_good is None else [self.target, self.last_good]
 
     def with_set_alone(self, config: EndpointConfig) -> EndpointConfig:
-        """``config`` with the fields set by the endpoint's own goal. Rows of former versions name none: the traffic."""
-        names = self.set_alone or TRAFFIC
-        return msgspec.structs.replace(config, **{name: getattr(self.target, name) for name in names})
+        """``config`` with the fields set by the endpoint's own goal."""
+        return msgspec.structs.replace(
+            config, **{name: getattr(self.target, name) for name in self.set_alone}
+        )
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,7 +213,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes it takes of its host's goal."""
     force_kill: bool = False
     """While stopping: its host ends it without draining."""
-    companions: dict[BackendTag, int] = {}
+    peer_versions: dict[BackendTag, int] = {}
     """Code versions of its application's other backends when it was placed; its requests prefer those."""
 
     @property
@@ -375,7 +372,7 @@ def revision_name(tag: BackendTag, revision: int) -> str:
     return f"{tag}@{revision}"
 
 
-def key_of(value: CheckpointObject) -> Key:  # noqa: C901 - a table
+def get_key(value: CheckpointObject) -> Key:  # noqa: C901 - a table
     """The key under which an object is stored."""
     match value:
         case Backend():
@@ -414,12 +411,12 @@ class ObjectChanges(msgspec.Struct, frozen=True):
         return bool(self.puts or self.deletes)
 
 
-def goal_id_of(number: int) -> GoalId:
+def get_goal_id(number: int) -> GoalId:
     """The id of the goal with that number."""
     return GoalId(f"g{number}")
 
 
-def number_of(goal_id: GoalId) -> int:
+def parse_number(goal_id: GoalId) -> int:
     """The number in a goal's id; 0 for an invalid id."""
     digits = goal_id.removeprefix("g")
     return (

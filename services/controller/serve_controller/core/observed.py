@@ -33,7 +33,7 @@ IDS_MAX = 20_000
 """Most hosts, and most proxies, that are tracked."""
 
 
-class HeldByAnother(BadField):
+class IdentityTaken(BadField):
     """A report under the id of a host or proxy of which another incarnation lives."""
 
     def __init__(self, name: str) -> None:
@@ -54,7 +54,7 @@ class HostObserved(msgspec.Struct, frozen=True, kw_only=True):
     """A host's newest report, when it was received, and the goal last sent to it."""
 
     report: HostReport
-    heard_at: float
+    last_seen_at: float
     replicas: Mapping[ReplicaTag, ReplicaReport]
     """The report's inventory by tag."""
     units: Mapping[str, int]
@@ -68,7 +68,7 @@ class ProxyObserved(msgspec.Struct, frozen=True, kw_only=True):
     """A proxy's newest report, and when it was received."""
 
     report: ProxyReport
-    heard_at: float
+    last_seen_at: float
 
 
 class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
 def observe_host(observed: ObservedState, report: HostReport, now: float, holder: str = "") -> ObservedState:
     """Fold in a host's report; a late one changes nothing.
 
-    ``holder``: the recorded holder of the id. Raises `HeldByAnother`, or `LimitReached` for one host too many.
+    ``holder``: the recorded holder of the id. Raises `IdentityTaken`, or `LimitReached` for one host too many.
     """
     known = observed.hosts.get(report.host_id)
     if _is_late(observed, report, known, now):
@@ -116,7 +116,7 @@ def _host_observed(
     same_resources = known is not None and known.report.resources == report.resources
     return HostObserved(
         report=report,
-        heard_at=now,
+        last_seen_at=now,
         replicas=known.replicas
         if known is not None and same_replicas
         else {replica.replica_tag: replica for replica in report.replicas},
@@ -168,10 +168,10 @@ def _check_free(
     Reports of holders are folded in first, so the known report may have been received after ``report``. Once the holder
     is silent, start times do not matter: a machine's clock may have been set back.
     """
-    has_left = known is not None and known.report.leaving and known.heard_at <= now
+    has_left = known is not None and known.report.leaving and known.last_seen_at <= now
     is_free = has_left or (known is None and holder in ("", holder_digest(report)))
     if not is_free and not _is_silent(observed, known, HOST_SUSPECT_AFTER_S, now):
-        raise HeldByAnother(report.host_id if isinstance(report, HostReport) else report.proxy_id)
+        raise IdentityTaken(report.host_id if isinstance(report, HostReport) else report.proxy_id)
 
 
 def _check_limit(known_ids: Map[HostId, HostObserved] | Map[ProxyId, ProxyObserved], name: str) -> None:
@@ -189,7 +189,7 @@ def observe_proxy(
     if known is None or not is_same_incarnation(report, known.report):
         _check_free(observed, report, known, holder, now)
         _check_limit(observed.proxies, report.proxy_id)
-    proxy = ProxyObserved(report=report, heard_at=now)
+    proxy = ProxyObserved(report=report, last_seen_at=now)
     return msgspec.structs.replace(observed, proxies=observed.proxies.set(report.proxy_id, proxy))
 
 
@@ -213,10 +213,10 @@ def drop_silent(observed: ObservedState, now: float) -> ObservedState:
     """Drop hosts and proxies that were silent for `FORGET_AFTER_S`, so that the state stays bounded."""
     hosts, proxies = observed.hosts, observed.proxies
     for host_id, host in observed.hosts.items():
-        if now - host.heard_at >= FORGET_AFTER_S:
+        if now - host.last_seen_at >= FORGET_AFTER_S:
             hosts = hosts.delete(host_id)
     for proxy_id, proxy in observed.proxies.items():
-        if now - proxy.heard_at >= FORGET_AFTER_S:
+        if now - proxy.last_seen_at >= FORGET_AFTER_S:
             proxies = proxies.delete(proxy_id)
     return msgspec.structs.replace(observed, hosts=hosts, proxies=proxies)
 
@@ -250,7 +250,7 @@ def silent_at(
     """When a process will have been silent for ``after_s``; None while the bus is unavailable."""
     if observed.since is None:
         return None
-    return after_s + (observed.since if known is None else max(known.heard_at, observed.since))
+    return after_s + (observed.since if known is None else max(known.last_seen_at, observed.since))
 
 
 def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostStatus:

@@ -36,10 +36,10 @@ def resource_needs(version: BackendVersion) -> dict[str, float]:
 
 
 def estimate_goal_bytes(
-    version: BackendVersion, companions: Mapping[BackendTag, int] = NO_PEER_VERSIONS
+    version: BackendVersion, peer_versions: Mapping[BackendTag, int] = NO_PEER_VERSIONS
 ) -> int:
     """Bytes that one replica of this version takes of its host's goal."""
-    user_values = (version.replica_config, version.backend_config.user_config, companions)
+    user_values = (version.replica_config, version.backend_config.user_config, peer_versions)
     return _GOAL_BYTES_EACH + len(msgspec.json.encode(user_values))
 
 
@@ -65,13 +65,13 @@ class Ledger:
                     self._hosts[host_id] = self._observed.hosts[host_id].units
         return self._hosts
 
-    def load_of(self, host_id: HostId) -> HostLoad:
+    def get_load(self, host_id: HostId) -> HostLoad:
         """Capacity taken on a host now."""
-        return self._draft.load_of(host_id)
+        return self._draft.get_load(host_id)
 
     def free(self, host_id: HostId) -> dict[str, int]:
         """Units that are not taken on a host."""
-        taken = self._draft.load_of(host_id).taken
+        taken = self._draft.get_load(host_id).taken
         whole = self.hosts[host_id]
         return {name: amount - taken.get(name, 0) for name, amount in whole.items()}
 
@@ -79,24 +79,16 @@ class Ledger:
         self,
         tag: BackendTag,
         version: BackendVersion,
-        companions: Mapping[BackendTag, int] = NO_PEER_VERSIONS,
+        peer_versions: Mapping[BackendTag, int] = NO_PEER_VERSIONS,
     ) -> Placer:
         """A `Placer` for many replicas of one version."""
-        return Placer(self, self._draft, tag, version, companions)
-
-    def count_fitting(self, version: BackendVersion, tag: BackendTag, limit: int) -> int:
-        """How many more replicas could be placed now, at most ``limit``."""
-        placer = self.placer(tag, version)
-        count = 0
-        while count < limit and placer.place() is not None:
-            count += 1
-        return count
+        return Placer(self, self._draft, tag, version, peer_versions)
 
     def resize(self, host_id: HostId | None, grows_bytes: int) -> bool:
         """Whether a host's goal may grow by ``grows_bytes``."""
         if host_id is None or grows_bytes <= 0:
             return True
-        return self._draft.load_of(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
+        return self._draft.get_load(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
 
     def would_fit_without(
         self, tag: BackendTag, host_id: HostId | None, leaving: Sequence[Replica], version: BackendVersion
@@ -115,7 +107,7 @@ class Ledger:
 
     def count_on(self, tag: BackendTag, host_id: HostId) -> int:
         """Number of a backend's replicas on a host, including those that are still stopping."""
-        return sum(r.host_id == host_id for r in self._draft.replicas_of(tag).values())
+        return sum(r.host_id == host_id for r in self._draft.get_replicas(tag).values())
 
     def why_not(self, tag: BackendTag, version: BackendVersion) -> str:
         """Why no host has capacity, for people."""
@@ -153,12 +145,12 @@ class Placer:
         draft: Checkpoint,
         tag: BackendTag,
         version: BackendVersion,
-        companions: Mapping[BackendTag, int],
+        peer_versions: Mapping[BackendTag, int],
     ) -> None:
         """Ranks every host once."""
         config: BackendConfig = version.backend_config
         self.needs = resource_needs(version)
-        self.goal_bytes = estimate_goal_bytes(version, companions)
+        self.goal_bytes = estimate_goal_bytes(version, peer_versions)
         self._units = {name: in_units(amount) for name, amount in self.needs.items()}
         self._rank: Callable[[int, int, HostId], Rank] = (
             _pack_rank if config.placement is Placement.PACK else _spread_rank
@@ -166,7 +158,7 @@ class Placer:
         per_host = config.max_replicas_per_host
         counts: dict[HostId, int] = {}
         if per_host is not None:
-            for replica in draft.replicas_of(tag).values():
+            for replica in draft.get_replicas(tag).values():
                 if replica.host_id is not None:
                     counts[replica.host_id] = counts.get(replica.host_id, 0) + 1
         self._ledger = ledger
@@ -177,14 +169,14 @@ class Placer:
         self._heap = [
             self._rank(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
             for host_id, units in ledger.hosts.items()
-            for load in (draft.load_of(host_id),)
+            for load in (draft.get_load(host_id),)
         ]
         heapq.heapify(self._heap)
 
     def _capacity(self, host_id: HostId) -> _HostCapacity:
         capacity = self._capacities.get(host_id)
         if capacity is None:
-            load = self._ledger.load_of(host_id)
+            load = self._ledger.get_load(host_id)
             left = self._per_host - self._counts.get(host_id, 0)
             capacity = self._capacities[host_id] = _HostCapacity(
                 self._ledger.free(host_id), GOAL_BYTES_MAX - load.goal_bytes, load.num_wanted, left

@@ -17,7 +17,7 @@ from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_chang
 from serve_controller.core.goals.progress import complete_reached_goals, fail_after_retries
 from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.host_goals import DueTime, Fault, SendHostGoal, send_host_goals
-from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, ProxyRecord, number_of
+from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, ProxyRecord, parse_number
 from serve_controller.core.observed import (
     HostStatus,
     ObservedState,
@@ -28,7 +28,7 @@ from serve_controller.core.observed import (
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import apply_reports
 from serve_controller.core.restored import adopt_replicas
-from serve_controller.core.rollout import look_again_at, roll
+from serve_controller.core.rollout import check_again_at, roll
 from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import forget_tombstones, renew_snapshots, void_last
 
@@ -40,7 +40,7 @@ ENDED_RETAINED_MAX = 1_000
 """Most deleted deployments that are still listed."""
 
 
-def tidy(draft: Draft, observed: ObservedState, now: float) -> None:
+def gc(draft: Draft, observed: ObservedState, now: float) -> None:
     """Delete old finished goals, ended deployments, tombstones and lost hosts.
 
     Without this the state would grow forever. It runs about once a minute; nothing depends on when.
@@ -56,7 +56,7 @@ def _gc_goals(draft: Draft, now: float) -> None:
     newest = {backend.goal_id for backend in draft.backends.values()}
     finished = sorted(
         (g for g in draft.goals.values() if g.finished_at is not None and g.goal_id not in newest),
-        key=lambda g: (g.finished_at or 0.0, number_of(g.goal_id)),
+        key=lambda g: (g.finished_at or 0.0, parse_number(g.goal_id)),
     )
     surplus = len(finished) - FINISHED_RETAINED_MAX
     for index, goal in enumerate(finished):
@@ -112,7 +112,7 @@ class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Performed in this order: snapshots first, so that routers leave a replica before its host drains it."""
     due: tuple[DueTime, ...]
     """When to make the next plan, and of what, even if nothing is reported meanwhile."""
-    attention: DirtySet
+    dirty_set: DirtySet
     """What the next plan must reconcile because of the changes."""
     faults: tuple[Fault, ...]
 
@@ -120,23 +120,23 @@ class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
 class _Scope:
     """Objects that one plan covers; grows while the plan is made."""
 
-    def __init__(self, checkpoint: Checkpoint, observed: ObservedState, attention: DirtySet) -> None:
-        self.backends: set[BackendTag] = set(attention.backends)
-        self.endpoints: set[EndpointTag] = set(attention.endpoints)
-        self.hosts: set[HostId] = set(attention.hosts)
-        self.keys: set[str] = set(attention.keys)
-        self.proxies = set(attention.proxies)
+    def __init__(self, checkpoint: Checkpoint, observed: ObservedState, dirty_set: DirtySet) -> None:
+        self.backends: set[BackendTag] = set(dirty_set.backends)
+        self.endpoints: set[EndpointTag] = set(dirty_set.endpoints)
+        self.hosts: set[HostId] = set(dirty_set.hosts)
+        self.keys: set[str] = set(dirty_set.keys)
+        self.proxies = set(dirty_set.proxies)
         self.goals: set[GoalId] = set()
-        self.has_room = attention.has_room
-        if attention.is_everything:
+        self.has_capacity = dirty_set.has_capacity
+        if dirty_set.is_everything:
             self.backends.update(checkpoint.backends)
             self.endpoints.update(checkpoint.endpoints)
             self.hosts.update(checkpoint.hosts, observed.hosts)
             self.proxies.update(checkpoint.proxies, observed.proxies)
             self.keys.update(checkpoint.snapshots, observed.bucket or ())
-            self.has_room = True
+            self.has_capacity = True
         self.endpoints.update(_gone_endpoints(checkpoint, self.keys))
-        if attention.goals or attention.is_everything:
+        if dirty_set.goals or dirty_set.is_everything:
             self.goals.update(checkpoint.pending)
         for host_id in self.hosts:
             on_host = checkpoint.by_host.get(host_id)
@@ -158,7 +158,7 @@ def reconcile(
     observed: ObservedState,
     epoch: int,
     now: float,
-    attention: DirtySet = EVERYTHING,
+    dirty_set: DirtySet = EVERYTHING,
     *,
     scalings: Mapping[BackendTag, int] = NO_SCALINGS,
 ) -> ReconcilePlan:
@@ -171,7 +171,7 @@ def reconcile(
     """
     draft = Draft(checkpoint)
     apply_scalings(draft, scalings)
-    scope = _Scope(checkpoint, observed, attention)
+    scope = _Scope(checkpoint, observed, dirty_set)
     scope.backends.update(scalings)
     due: list[DueTime] = []
     for host_id in sorted(scope.hosts):
@@ -189,8 +189,8 @@ def reconcile(
     )
     void_last(draft, observed.bucket, epoch)
     complete_reached_goals(draft, observed, _goals_in(draft, scope), now)
-    if attention.tidy:
-        tidy(draft, observed, now)
+    if dirty_set.gc:
+        gc(draft, observed, now)
     changes = draft.changes()
     result = draft.checkpoint()
     for kind, name in draft.touched():
@@ -204,7 +204,7 @@ def reconcile(
         checkpoint=result,
         actions=(*_bucket_actions(result, observed, scope.keys), *host_actions),
         due=(*due, *host_times),
-        attention=dirty_by_changes(checkpoint, result, changes),
+        dirty_set=dirty_by_changes(checkpoint, result, changes),
         faults=(*faults, *host_faults),
     )
 
@@ -230,7 +230,7 @@ def _reconcile_backends(
     def advance(backend: Backend) -> None:
         tag = backend.backend_tag
         roll(draft, ledger, backend, now)
-        at = look_again_at(draft, draft.backends[tag], now)
+        at = check_again_at(draft, draft.backends[tag], now)
         if at is not None:
             due.append(DueTime(at, ("backend", tag)))
 
@@ -241,7 +241,7 @@ def _reconcile_backends(
         guarded(tag, lambda backend: fail_after_retries(draft, backend, now))
     # A failed goal of an application changes its other backends too, before any of them is rolled out.
     scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is ObjectKind.BACKEND)
-    if scope.has_room or any(kind is ObjectKind.REPLICA for kind, _ in draft.touched()):
+    if scope.has_capacity or any(kind is ObjectKind.REPLICA for kind, _ in draft.touched()):
         scope.backends.update(draft.unplaced)
     ledger = Ledger(draft, observed, now)
     for tag in sorted(scope.backends):
@@ -278,13 +278,13 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
     """Delete backends whose last replica is gone; a deployment's record retains what it was."""
     for tag in sorted(scope.backends):
         backend = draft.backends.get(tag)
-        if backend is None or not backend.deleting or draft.replicas_of(tag):
+        if backend is None or not backend.deleting or draft.get_replicas(tag):
             continue
         draft.delete((ObjectKind.BACKEND, tag))
         for number in sorted(draft.revisions.get(tag, {})):
             draft.delete((ObjectKind.REVISION, f"{tag}@{number}"))
-        deployment = draft.deployments.get(tag)
-        if deployment is not None and deployment.ended_at is None:
+        deployment = draft.living_deployment(tag)
+        if deployment is not None:
             draft.put(
                 msgspec.structs.replace(
                     deployment,
@@ -307,7 +307,7 @@ def _goals_in(draft: Draft, scope: _Scope) -> list[GoalId]:
     if draft.pending:
         for key in keys:
             found.update(draft.owners.get(key, {}))
-    return sorted(found, key=number_of)
+    return sorted(found, key=parse_number)
 
 
 def _bucket_actions(checkpoint: Checkpoint, observed: ObservedState, keys: set[str]) -> list[Action]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.pacing import backoff_s
 from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals.progress import fail
@@ -32,10 +33,8 @@ def retry_wait_s(start_failures: int, *, had_run: bool = False) -> float:
 
     ``had_run``: the last of them had served before it ended.
     """
-    if start_failures <= 1:
-        return 0.0
     longest_s = RAN_RETRY_WAIT_MAX_S if had_run else RETRY_WAIT_MAX_S
-    return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures - 2, 20), longest_s)
+    return backoff_s(start_failures - 1, RETRY_WAIT_MIN_S, longest_s)
 
 
 def with_event(draft: Draft, replica: Replica, event: TransitionEvent, now: float) -> Replica | None:
@@ -56,7 +55,7 @@ def with_event(draft: Draft, replica: Replica, event: TransitionEvent, now: floa
 
 def stuck_at(backend: Backend, replica: Replica) -> float | None:
     """When a replica in its present state counts as stuck; None when it cannot be."""
-    version = backend.version_of(replica.config_version) or backend.target
+    version = backend.get_version(replica.config_version) or backend.target
     match replica.state:
         case ReplicaState.STARTING:
             return replica.since + version.backend_config.start_timeout_s + STUCK_GRACE_S
@@ -68,8 +67,8 @@ def stuck_at(backend: Backend, replica: Replica) -> float | None:
 
 def apply_reports(draft: Draft, observed: ObservedState, backend: Backend, epoch: int, now: float) -> None:
     """Update the backend's replicas from the reports to the leader of ``epoch``; count failed starts."""
-    for tag in sorted(draft.replicas_of(backend.backend_tag)):
-        replica = draft.replicas_of(backend.backend_tag)[tag]
+    for tag in sorted(draft.get_replicas(backend.backend_tag)):
+        replica = draft.get_replicas(backend.backend_tag)[tag]
         if replica.host_id is None:
             continue
         if host_status(observed, replica.host_id, now) is HostStatus.LOST:
@@ -167,7 +166,7 @@ def _apply_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now:
         assert marked is not None
         unhealthy = marked
     backend = draft.backends[replica.backend_tag]
-    version: BackendVersion = backend.version_of(replica.config_version) or backend.target
+    version: BackendVersion = backend.get_version(replica.config_version) or backend.target
     config = version.backend_config
     checks_s = (config.health_check_period_s + config.health_check_timeout_s) * (
         config.health_check_failure_threshold + 1

@@ -23,7 +23,14 @@ from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
 from serve_common.protocol.snapshots import HttpSnapshot
 from serve_common.protocol.subjects import HTTP_KEY, parse_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.objects import Backend, BackendVersion, Counters, Replica, ReplicaState, number_of
+from serve_controller.core.objects import (
+    Backend,
+    BackendVersion,
+    Counters,
+    Replica,
+    ReplicaState,
+    parse_number,
+)
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
     HOST_SUSPECT_AFTER_S,
@@ -89,18 +96,18 @@ def restored_event(draft: Draft, now: float) -> EventView:
 
 
 def _ordinal(tag: ReplicaTag) -> int:
-    return number_of(GoalId(f"g{tag.rpartition('#')[2]}"))
+    return parse_number(GoalId(f"g{tag.rpartition('#')[2]}"))
 
 
 def get_leader_claims(checkpoint: Checkpoint, epoch: int) -> Claims:
     """The numbers that a leader has given."""
-    given = checkpoint.counters
+    issued = checkpoint.counters
     return Claims(
         epoch=epoch,
-        goal=given.goal,
-        ordinal=given.ordinal,
-        generation=given.generation,
-        snapshot=given.snapshot,
+        goal=issued.goal,
+        ordinal=issued.ordinal,
+        generation=issued.generation,
+        snapshot=issued.snapshot,
     )
 
 
@@ -139,21 +146,21 @@ def overtake(
 
     Goals that were pending in it go on: none of the numbers that proxies and hosts have reported can fulfil them.
     """
-    draft, given = Draft(checkpoint), checkpoint.counters
-    counters = raise_counters_above(given, claims, MARGIN)
+    draft, issued = Draft(checkpoint), checkpoint.counters
+    counters = raise_counters_above(issued, claims, MARGIN)
     draft.put(
         msgspec.structs.replace(
             counters,
             restored_at=now,
             restored_epoch=epoch,
-            restored_ordinal=given.ordinal,
+            restored_ordinal=issued.ordinal,
             restored_snapshot=counters.snapshot,
         )
     )
     for tag in sorted(draft.backends):
         _renumber_versions(draft, draft.backends[tag], counters.snapshot)
-        for replica_tag in sorted(draft.replicas_of(tag)):
-            _drop_doubtful(draft, observed, draft.replicas_of(tag)[replica_tag], now)
+        for replica_tag in sorted(draft.get_replicas(tag)):
+            _drop_doubtful(draft, observed, draft.get_replicas(tag)[replica_tag], now)
     for record in sorted(draft.snapshots.values(), key=lambda r: r.snapshot.snapshot_id):
         if record.key != HTTP_KEY:
             put_snapshot(draft, record.key, record.snapshot.content, epoch)
@@ -185,13 +192,13 @@ def _renumber_versions(draft: Draft, backend: Backend, above: int) -> None:
     elif last_good is not None:
         config_version += 1
         last_good = msgspec.structs.replace(last_good, config_version=config_version)
-    former = (backend.target, backend.last_good, backend.kept)
+    former = (backend.target, backend.last_good, backend.retained)
     draft.put(
         msgspec.structs.replace(
             backend,
             target=target,
             last_good=last_good,
-            kept=None,
+            retained=None,
             others=[*backend.others, *(version for version in former if version is not None)],
             newest_code_version=max(backend.newest_code_version, above),
             newest_config_version=config_version,
@@ -236,7 +243,7 @@ def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: 
     for tag, report in sorted(host.replicas.items()):
         backend_tag = parse_backend_tag(tag)
         is_lost = _ordinal(tag) > counters.restored_ordinal
-        is_known = backend_tag not in draft.backends or tag in draft.replicas_of(backend_tag)
+        is_known = backend_tag not in draft.backends or tag in draft.get_replicas(backend_tag)
         if is_lost and not is_known and report.status is ReplicaStatus.RUNNING:
             adopted.setdefault(backend_tag, []).append(report)
     for backend_tag, reports in adopted.items():
@@ -265,7 +272,7 @@ def _lost_version(draft: Draft, tag: BackendTag) -> BackendVersion:
     Its number is below all others, so that hosts do not reconfigure these replicas, whose code is lost.
     """
     backend = draft.backends[tag]
-    lost = backend.version_of(ADOPTED_CONFIG_VERSION)
+    lost = backend.get_version(ADOPTED_CONFIG_VERSION)
     if lost is not None:
         return lost
     code_version = backend.newest_code_version + 1

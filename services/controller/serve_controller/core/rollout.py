@@ -23,7 +23,7 @@ from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, Tran
 def get_peer_versions(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
     """Target code versions of the other backends of the backend's application; empty without an application.
 
-    They are recorded with each replica (`Replica.companions`) when it is placed, and must not change while it runs:
+    They are recorded with each replica (`Replica.peer_versions`) when it is placed, and must not change while it runs:
     during an update replicas of two versions of every deployment serve side by side, and a request that began with the
     new ingress should continue with the new model.
     """
@@ -60,7 +60,7 @@ def max_unavailable(config: BackendConfig) -> int:
 
 def wanted_replicas(draft: Draft, backend: Backend) -> list[Replica]:
     """Replicas that should keep running or start, the oldest first."""
-    replicas = draft.replicas_of(backend.backend_tag).values()
+    replicas = draft.get_replicas(backend.backend_tag).values()
     return sorted((r for r in replicas if r.state in WANTED), key=age_rank)
 
 
@@ -79,7 +79,7 @@ def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
         return False
     if replica.code_version == backend.target.code_version:
         return True
-    return is_kept(backend, replica)
+    return is_retained(backend, replica)
 
 
 def current_replicas(draft: Draft, backend: Backend) -> list[Replica]:
@@ -92,12 +92,12 @@ def old_replicas(draft: Draft, backend: Backend) -> list[Replica]:
     return [r for r in wanted_replicas(draft, backend) if not _is_current(draft, backend, r)]
 
 
-def is_kept(backend: Backend, replica: Replica) -> bool:
+def is_retained(backend: Backend, replica: Replica) -> bool:
     """Whether a failed update retained the replica with its version (`OnFailure.KEEP`)."""
-    kept = backend.kept
+    retained = backend.retained
     return (
-        kept is not None
-        and replica.config_version == kept.config_version
+        retained is not None
+        and replica.config_version == retained.config_version
         and replica.state is ReplicaState.RUNNING
     )
 
@@ -107,7 +107,7 @@ NO_CAPACITY_FOR_CONFIG = "the whole goal of its host has no room for a configura
 
 def _differs_by_number(backend: Backend, replica: Replica) -> bool:
     """Whether the replica has the target's configuration under a number from before the store was restored."""
-    version, target = backend.version_of(replica.config_version), backend.target
+    version, target = backend.get_version(replica.config_version), backend.target
     if version is None:
         return False
     # Replicas do not get num_replicas, and the autoscaler may have changed it since.
@@ -126,7 +126,9 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
     target = backend.target
     # Also on a drained host: where they cannot be replaced, they may serve for long.
     same_code = [r for r in wanted_replicas(draft, backend) if r.code_version == target.code_version]
-    stale = [r for r in same_code if r.config_version != target.config_version and not is_kept(backend, r)]
+    stale = [
+        r for r in same_code if r.config_version != target.config_version and not is_retained(backend, r)
+    ]
     if not stale:
         return
     updating = sum(r.state is ReplicaState.UPDATING for r in same_code)
@@ -139,7 +141,7 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
             continue  # a replica with this configuration failed: no more are put at risk
         if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
             continue
-        size = estimate_goal_bytes(target, replica.companions)
+        size = estimate_goal_bytes(target, replica.peer_versions)
         if not ledger.resize(replica.host_id, size - replica.goal_bytes):
             if replica.message != NO_CAPACITY_FOR_CONFIG:
                 draft.put(msgspec.structs.replace(replica, message=NO_CAPACITY_FOR_CONFIG))
@@ -193,8 +195,8 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     if backend.backend_tag not in draft.unplaced:
         return
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
-    companions = get_peer_versions(draft, backend.backend_tag)
-    placer = ledger.placer(backend.backend_tag, backend.target, companions)
+    peer_versions = get_peer_versions(draft, backend.backend_tag)
+    placer = ledger.placer(backend.backend_tag, backend.target, peer_versions)
     for number, replica in enumerate(waiting):
         host_id = placer.place()
         if host_id is None:
@@ -211,7 +213,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
                 config_version=backend.target.config_version,
                 needs=placer.needs,
                 goal_bytes=placer.goal_bytes,
-                companions=companions,
+                peer_versions=peer_versions,
             )
         )
 
@@ -277,7 +279,7 @@ def _free_capacity(draft: Draft, ledger: Ledger, backend: Backend, now: float) -
     if backend.backend_tag not in draft.unplaced:
         return
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
-    replicas = draft.replicas_of(backend.backend_tag).values()
+    replicas = draft.get_replicas(backend.backend_tag).values()
     stopping = any(r.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) for r in replicas)
     if not waiting or stopping:
         return
@@ -301,7 +303,7 @@ def _free_capacity(draft: Draft, ledger: Ledger, backend: Backend, now: float) -
 def remove_from_host_goals(draft: Draft, backend: Backend) -> None:
     """Take replicas that should stop out of their hosts' goals; delete those that never had a host."""
     is_forced = backend.deleting and backend.force_kill
-    for replica in sorted(draft.replicas_of(backend.backend_tag).values(), key=age_rank):
+    for replica in sorted(draft.get_replicas(backend.backend_tag).values(), key=age_rank):
         if replica.state is ReplicaState.SHOULD_STOP:
             if replica.host_id is None:
                 with_event(draft, replica, TransitionEvent.GONE, replica.since)
@@ -323,11 +325,11 @@ def remove_from_host_goals(draft: Draft, backend: Backend) -> None:
 
 def _is_taken_out(draft: Draft, replica: Replica) -> bool:
     """Whether the replica was taken out of its host's goal by an earlier plan."""
-    before = draft.base.replicas_of(replica.backend_tag).get(replica.replica_tag)
+    before = draft.base.get_replicas(replica.backend_tag).get(replica.replica_tag)
     return before is not None and before.state not in IN_HOST_GOAL
 
 
-__all__ = ["look_again_at", "roll"]
+__all__ = ["check_again_at", "roll"]
 
 
 def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
@@ -343,14 +345,14 @@ def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     _prune_versions(draft, draft.backends[tag])
 
 
-def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
+def check_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
     """When another step becomes possible by time alone, or None."""
     times = []
     if backend.retry_at > now and backend.num_wanted > 0:
         times.append(backend.retry_at)
     if backend.start_failures > 0:
         times += [r.since + SHORT_LIFE_S for r in wanted_replicas(draft, backend) if r.state in ROUTED]
-    for replica in draft.replicas_of(backend.backend_tag).values():
+    for replica in draft.get_replicas(backend.backend_tag).values():
         at = stuck_at(backend, replica)
         if at is not None:
             times.append(at)
@@ -370,7 +372,7 @@ def _reset_failures(draft: Draft, backend: Backend, now: float) -> None:
         for r in current_replicas(draft, backend)
         if r.state in ROUTED
         and r.config_version == backend.target.config_version
-        and now >= r.since + SHORT_LIFE_S  # the same sum as in `look_again_at`
+        and now >= r.since + SHORT_LIFE_S  # the same sum as in `check_again_at`
     ]
     if any(r.since >= backend.retry_at for r in lived) or len(lived) >= backend.num_wanted > 0:
         draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0))
@@ -378,15 +380,17 @@ def _reset_failures(draft: Draft, backend: Backend, now: float) -> None:
 
 def _prune_versions(draft: Draft, backend: Backend) -> None:
     """Delete versions that no replica runs."""
-    if not backend.others and backend.kept is None:
+    if not backend.others and backend.retained is None:
         return
-    used = {r.config_version for r in draft.replicas_of(backend.backend_tag).values()}
-    kept = backend.kept if backend.kept is not None and backend.kept.config_version in used else None
-    named = {v.config_version for v in (backend.target, backend.last_good, kept) if v is not None}
+    used = {r.config_version for r in draft.get_replicas(backend.backend_tag).values()}
+    retained = (
+        backend.retained if backend.retained is not None and backend.retained.config_version in used else None
+    )
+    named = {v.config_version for v in (backend.target, backend.last_good, retained) if v is not None}
     others = []
     for version in backend.others:
         if version.config_version in used and version.config_version not in named:
             named.add(version.config_version)
             others.append(version)
-    if others != backend.others or kept != backend.kept:
-        draft.put(msgspec.structs.replace(backend, others=others, kept=kept))
+    if others != backend.others or retained != backend.retained:
+        draft.put(msgspec.structs.replace(backend, others=others, retained=retained))

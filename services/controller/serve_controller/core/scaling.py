@@ -20,9 +20,10 @@ from serve_common.api.views import EventView
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
+from serve_common.text import truncate
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingDecisionKind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.events import cut
+from serve_controller.core.events import MESSAGE_LENGTH_MAX
 from serve_controller.core.objects import Backend, BackendVersion
 
 
@@ -93,4 +94,10 @@ def scaling_events(
 
 def scaling_event(tag: BackendTag, verdict: ScalingDecisionKind, message: str, now: float) -> EventView:
     """One event about the autoscaling of a backend."""
-    return EventView(at=now, kind="autoscaling", subject=tag, message=cut(message), state=verdict.value)
+    return EventView(
+        at=now,
+        kind="autoscaling",
+        subject=tag,
+        message=truncate(message, MESSAGE_LENGTH_MAX),
+        state=verdict.value,
+    )

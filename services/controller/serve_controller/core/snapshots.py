@@ -151,7 +151,7 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
         draining=tags(DRAINING),
         max_concurrent_queries=config.max_concurrent_queries,
         max_queued_requests=config.max_queued_requests,
-        protection=_protection_of(config),
+        protection=_get_protection(config),
         can_wake=backend.autoscaling is not None and backend.num_wanted == 0,
         is_stopped=backend.autoscaling is None
         and config.num_replicas == 0
@@ -160,7 +160,7 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
     )
 
 
-def _protection_of(config: BackendConfig) -> BackendProtection:
+def _get_protection(config: BackendConfig) -> BackendProtection:
     changed = {
         name: value
         for name in BackendProtection.__struct_fields__
@@ -184,7 +184,7 @@ def renew_snapshots(
     endpoint_tags = {*endpoints, *(e for tag in backend_tags for e in draft.used_by.get(tag, {}))}
     for tag in backend_tags:
         backend = draft.backends.get(tag)
-        replicas = list(draft.replicas_of(tag).values())
+        replicas = list(draft.get_replicas(tag).values())
         contents[backend_key(tag)] = None if backend is None else derive_backend(backend, replicas)
         if backend is None:
             endpoint_tags.add(EndpointTag(tag))
@@ -201,7 +201,7 @@ def renew_snapshots(
     # Backends before endpoints: a router that receives an endpoint already knows its backends. And the other way round
     # for deletions. An endpoint that gives up a route comes after the one that takes it over: one always has it.
     there = [key for key, content in contents.items() if content is not None]
-    for key in sorted(there, key=lambda key: (_gives_up_route(draft, key, contents[key]), key)):
+    for key in sorted(there, key=lambda key: (_releases_route(draft, key, contents[key]), key)):
         _renew(draft, key, contents[key], epoch)
     for key in sorted((key for key, content in contents.items() if content is None), reverse=True):
         if key in draft.snapshots:
@@ -218,7 +218,7 @@ def forget_tombstones(draft: Draft) -> None:
         draft.delete((ObjectKind.SNAPSHOT, record.key))
 
 
-def _gives_up_route(draft: Draft, key: str, content: SnapshotContent | None) -> bool:
+def _releases_route(draft: Draft, key: str, content: SnapshotContent | None) -> bool:
     known = draft.snapshots.get(key)
     before = None if known is None else known.snapshot.content
     if not isinstance(before, EndpointSnapshot) or not isinstance(content, EndpointSnapshot):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from serve_common.api import commands as c
 from serve_common.api import queries as q
-from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, AnyCommand, Restore, RestoreReply
+from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, Command, Restore, RestoreReply
 from serve_common.api.queries import GetBackup
 from serve_common.api.verbs import sanitize_principal
 from serve_common.api.views import BackupPage, GoalStatus, GoalView
@@ -22,7 +22,7 @@ from serve_common.ports import Clock
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.restoring import RestoreFrom, check_backup
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.views import view_goal
+from serve_controller.core.views.hosts import view_goal
 from serve_controller.ports import Backups
 from serve_controller.shell.boundary import Boundary
 from serve_controller.shell.queries import LeadingTerm, QueryApi, ReadLoad, parse_request
@@ -214,22 +214,22 @@ class AdminApi:
         self._goal_views = GoalViews()
         self._waits.wake_all()
 
-    async def answer(self, verb: str, payload: bytes, who: str = "") -> bytes:
+    async def handle(self, verb: str, payload: bytes, principal: str = "") -> bytes:
         """Handle a request; returns the reply as JSON. Raises a `ServeError` for errors to report to the caller.
 
-        ``who`` is the name that the caller gives for itself, for the audit log.
+        ``principal`` is the name that the caller gives for itself, for the audit log.
         """
         request = parse_request(verb, payload)
         term = self._term()
         if isinstance(request, c.Restore):
-            return await self._restore(term, request, sanitize_principal(who))
+            return await self._restore(term, request, sanitize_principal(principal))
         if isinstance(request, q.GetBackup):
             return msgspec.json.encode(await self._transfers.page(term, request))
-        if isinstance(request, AnyCommand):
-            return await self._command(term, request, payload, sanitize_principal(who))
+        if isinstance(request, Command):
+            return await self._command(term, request, payload, sanitize_principal(principal))
         if isinstance(request, q.WaitForGoal):
             return msgspec.json.encode(await self._wait_for_goal(request))
-        return msgspec.json.encode(await self._queries.answer(term, request))
+        return msgspec.json.encode(await self._queries.handle(term, request))
 
     def _term(self) -> LeadingTerm:
         term = self._current_term()
@@ -243,25 +243,26 @@ class AdminApi:
             raise NotLeading("this controller has no backups")
         return self._backups
 
-    async def _restore(self, term: LeadingTerm, request: c.Restore, who: str) -> bytes:
+    async def _restore(self, term: LeadingTerm, request: c.Restore, principal: str) -> bytes:
         taken = await self._transfers.take(request)
         if isinstance(taken, c.RestoreReply):
             return msgspec.json.encode(taken)
         summary, saved = taken
         if not request.confirm:
-            return msgspec.json.encode(c.RestoreReply(summary=summary))
+            plan = self._queries.plan(term, RestoreFrom(saved=saved, summary=summary))
+            return msgspec.json.encode(c.RestoreReply(summary=summary, plan=plan))
         # The file itself is no part of the audit log.
         payload = msgspec.json.encode({"upload_id": request.upload_id, "backup": summary})
-        return await self._command(term, RestoreFrom(saved=saved, summary=summary), payload, who)
+        return await self._command(term, RestoreFrom(saved=saved, summary=summary), payload, principal)
 
     async def _command(
-        self, term: LeadingTerm, command: AnyCommand | RestoreFrom, payload: bytes, who: str
+        self, term: LeadingTerm, command: Command[Any], payload: bytes, principal: str
     ) -> bytes:
         async def encoded() -> bytes:
             return msgspec.json.encode(reply)
 
         try:
-            reply = await term.execute(command, payload, who)
+            reply = await term.execute(command, payload, principal)
             return await self._boundary.cross("reply", encoded)
         except FencedOut as error:
             # Nothing was written; to a caller this is a change of leader like any other.

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from serve_common.api.views import EventView
-from serve_common.config.autoscaling import AutoscalingContext, LoadReading
+from serve_common.config.autoscaling import AutoscalingContext, LoadPoint
 from serve_common.names import BackendTag
 from serve_common.ports import Clock
 from serve_common.protocol.reports import Wake
@@ -34,15 +34,16 @@ from serve_controller.core.autoscaling.values import (
     num_running,
 )
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.events import last_line
 from serve_controller.core.objects import Backend
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.scaling import scaling_event
-from serve_controller.ports import LoadSource, PolicyAnswer, PolicyFailed, PolicyRunner
+from serve_controller.ports import LoadSource, PolicyFailed, PolicyResult, PolicyRunner
 
 _log = structlog.get_logger()
 
 TICK_S: Final = 1.0
-READINGS_MAX: Final = 60
+SAMPLES_MAX: Final = 60
 """Most load samples of one backend that a policy gets."""
 POLICIES_AT_ONCE: Final = 8
 
@@ -66,7 +67,7 @@ class ScalingTerm(Protocol):
         """Apply decisions with the next plan."""
         ...
 
-    def tell(self, events: Sequence[EventView]) -> None:
+    def notify(self, events: Sequence[EventView]) -> None:
         """Publish events."""
         ...
 
@@ -77,7 +78,7 @@ class _BackendState:
     def __init__(self) -> None:
         self.evaluate_at = 0.0
         self.state = ScalingState()
-        self.readings: deque[LoadSample] = deque(maxlen=READINGS_MAX)
+        self.samples: deque[LoadSample] = deque(maxlen=SAMPLES_MAX)
         self.read_at: float | None = None
         self.counts: Counter[str] = Counter()
         """Number of decisions by verdict."""
@@ -89,7 +90,7 @@ class Autoscaler:
     """Scales every backend that has an ``autoscaling_config`` and is not paused."""
 
     def __init__(self, term: ScalingTerm, loads: LoadSource, policies: PolicyRunner, clock: Clock) -> None:
-        self.readings: Counter[tuple[str, str]] = Counter()
+        self.samples: Counter[tuple[str, str]] = Counter()
         """Number of load samples so far, by source and outcome (``ok`` or ``missing``)."""
         self._term = term
         self._loads = loads
@@ -103,7 +104,7 @@ class Autoscaler:
         """Evaluate periodically until cancelled. A failed evaluation is logged."""
         while True:
             try:
-                await self.look(self._clock.now())
+                await self.evaluate(self._clock.now())
             except Exception:  # noqa: BLE001 - a defect must not end the autoscaling of everything
                 _log.exception("autoscaling_look_failed")
             now = self._clock.now()
@@ -117,29 +118,31 @@ class Autoscaler:
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
-    async def look(self, now: float) -> None:
+    async def evaluate(self, now: float) -> None:
         """Read the loads of all backends that are due, and decide on their replicas."""
         self._sync_backends()
         due = [tag for tag, tracked in self._tracked.items() if now >= tracked.evaluate_at]
         if not due:
             return
         checkpoint, observed = self._term.checkpoint, self._term.observed
-        asks = build_load_requests(checkpoint, observed, due, now)
-        for ask in asks:
-            self._tracked[ask.backend_tag].evaluate_at = _next_evaluation(now, ask.config.metrics_interval_s)
-        readings = await self._loads.read(asks, build_scrape_targets(observed, now), now)
+        requests = build_load_requests(checkpoint, observed, due, now)
+        for request in requests:
+            self._tracked[request.backend_tag].evaluate_at = _next_evaluation(
+                now, request.config.metrics_interval_s
+            )
+        samples = await self._loads.read(requests, build_scrape_targets(observed, now), now)
         decisions: dict[BackendTag, ScalingDecision] = {}
         policy_slots = asyncio.Semaphore(POLICIES_AT_ONCE)
 
-        async def decide(tag: BackendTag, reading: LoadSample) -> None:
+        async def decide(tag: BackendTag, sample: LoadSample) -> None:
             async with policy_slots:
-                decision = await self._decide(tag, reading)
+                decision = await self._decide(tag, sample)
             if decision is not None:
                 decisions[tag] = decision
 
         async with asyncio.TaskGroup() as tasks:
-            for tag, reading in readings.items():
-                tasks.create_task(decide(tag, reading), name=f"autoscale {tag}")
+            for tag, sample in samples.items():
+                tasks.create_task(decide(tag, sample), name=f"autoscale {tag}")
         self._term.scale(decisions)
 
     def _sync_backends(self) -> None:
@@ -153,30 +156,32 @@ class Autoscaler:
         for tag in [tag for tag in self._term.autoscaling if tag not in tags]:
             del self._term.autoscaling[tag]
 
-    async def _decide(self, tag: BackendTag, reading: LoadSample) -> ScalingDecision | None:
+    async def _decide(self, tag: BackendTag, sample: LoadSample) -> ScalingDecision | None:
         tracked = self._tracked.get(tag)
         backend = self._term.checkpoint.backends.get(tag)
         if tracked is None or backend is None or backend.autoscaling is None:
             return None  # paused or deleted while the load was read
-        self.readings[reading.source or "none", "missing" if reading.seen is None else "ok"] += 1
+        self.samples[sample.source or "none", "missing" if sample.seen is None else "ok"] += 1
         inputs = self._inputs(backend)
-        tracked.readings.append(reading)
-        if reading.seen is not None:
-            tracked.read_at = reading.at
-        if inputs.config.policy.policy_function and reading.seen is not None:
+        tracked.samples.append(sample)
+        if sample.seen is not None:
+            tracked.read_at = sample.at
+        if inputs.config.policy.policy_function and sample.seen is not None:
             try:
                 result = await self._call_policy(backend, inputs, tracked)
             except PolicyFailed as error:
-                why = f"the policy {inputs.config.policy.policy_function} failed: {_last_line(error)}"
+                why = (
+                    f"the policy {inputs.config.policy.policy_function} failed: {last_line(str(error))[:300]}"
+                )
                 _log.warning("policy_failed", backend_tag=tag, error=str(error))
-                reading = msgspec.structs.replace(reading, seen=None, burst=None, missing=why)
-                tracked.readings[-1] = reading
+                sample = msgspec.structs.replace(sample, seen=None, burst=None, missing=why)
+                tracked.samples[-1] = sample
             else:
                 inputs = msgspec.structs.replace(
-                    inputs, asked=result.num_replicas, asked_state=result.policy_state
+                    inputs, policy_target=result.num_replicas, new_policy_state=result.policy_state
                 )
-        decided = decide_scaling(inputs, list(tracked.readings), tracked.state, self._clock.now())
-        self._apply(tag, tracked, decided, reading.source)
+        decided = decide_scaling(inputs, list(tracked.samples), tracked.state, self._clock.now())
+        self._apply(tag, tracked, decided, sample.source)
         return decided
 
     def _inputs(self, backend: Backend) -> ScalingInput:
@@ -189,36 +194,36 @@ class Autoscaler:
 
     async def _call_policy(
         self, backend: Backend, inputs: ScalingInput, tracked: _BackendState
-    ) -> PolicyAnswer:
-        config, reading = inputs.config, tracked.readings[-1]
+    ) -> PolicyResult:
+        config, sample = inputs.config, tracked.samples[-1]
         app, _, deployment = backend.backend_tag.rpartition("/")
         context = AutoscalingContext(
             deployment_name=deployment,
             app_name=app,
             current_num_replicas=inputs.num_running,
             target_num_replicas=inputs.num_replicas,
-            total_num_requests=reading.seen or 0.0,
-            total_queued_requests=reading.queued,
+            total_num_requests=sample.seen or 0.0,
+            total_queued_requests=sample.queued,
             capacity_adjusted_min_replicas=config.min_replicas,
             capacity_adjusted_max_replicas=config.max_replicas,
             policy_state=tracked.state.policy_state,
             last_scale_up_time=tracked.state.last_up_at,
             last_scale_down_time=tracked.state.last_down_at,
             current_time=self._clock.now(),
-            readings=msgspec.convert(list(tracked.readings), list[LoadReading], from_attributes=True),
+            samples=msgspec.convert(list(tracked.samples), list[LoadPoint], from_attributes=True),
         )
         return await self._policies.run(config.policy, backend.target.replica_config.app_dir, context)
 
     def _apply(self, tag: BackendTag, tracked: _BackendState, decision: ScalingDecision, source: str) -> None:
         now = self._clock.now()
         known = self._term.autoscaling.get(tag)
-        was_held = known is not None and known.decision.verdict is ScalingDecisionKind.HELD
-        is_held = decision.verdict is ScalingDecisionKind.HELD
-        if is_held and not was_held:
-            self._term.tell([scaling_event(tag, decision.verdict, decision.why, now)])
-        elif was_held and not is_held:
+        was_holding = known is not None and known.decision.verdict is ScalingDecisionKind.HELD
+        is_holding = decision.verdict is ScalingDecisionKind.HELD
+        if is_holding and not was_holding:
+            self._term.notify([scaling_event(tag, decision.verdict, decision.why, now)])
+        elif was_holding and not is_holding:
             message = f"follows the load again: {decision.why}"
-            self._term.tell([scaling_event(tag, decision.verdict, message, now)])
+            self._term.notify([scaling_event(tag, decision.verdict, message, now)])
         tracked.state = decision.state
         tracked.counts[decision.verdict.value] += 1
         self._term.autoscaling[tag] = ScalingStatus(
@@ -249,8 +254,3 @@ class Autoscaler:
 def _next_evaluation(now: float, interval_s: float) -> float:
     """The next multiple of the interval, so that backends with the same interval share one query."""
     return (math.floor(now / interval_s) + 1) * interval_s
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1][:300] if lines else type(error).__name__

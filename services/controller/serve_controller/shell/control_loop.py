@@ -7,26 +7,24 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Reversible, Sequence
 from contextlib import ExitStack
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import structlog
 
-from serve_common.api.commands import AnyCommand, CommandReply
+from serve_common.api.commands import Command, CommandReply
 from serve_common.api.views import EventView, GoalStatus, HistoryView
 from serve_common.errors import BusUnavailable, FencedOut, LimitReached, NotLeading, StoreUnavailable
 from serve_common.names import BackendTag, GoalId
 from serve_common.ports import Clock
 from serve_common.protocol.reports import HostReport, ProxyReport
-from serve_common.telemetry.request_traces import current_ref, note, operation
-from serve_common.telemetry.spans import SpanRef, Value
+from serve_common.telemetry.request_traces import Cause, Value, current_cause, note, operation
 from serve_controller.core.audit import audit_values
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
-from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
-from serve_controller.core.events import audit_event, events_of
+from serve_controller.core.events import audit_event, get_events
 from serve_controller.core.host_goals import SendHostGoal
 from serve_controller.core.objects import Goal, ObjectChanges
 from serve_controller.core.observed import ObservedState
@@ -100,7 +98,7 @@ class ActionExecutor:
                 )
                 self._on_change()
             case RetractSnapshot():
-                revision = self._observations.revision_of(action.key)
+                revision = self._observations.get_revision(action.key)
                 await self._boundary.cross(
                     "retract_snapshot", lambda: self._publisher.retract(action.key, revision)
                 )
@@ -180,7 +178,7 @@ class Term:
         """The autoscaler's latest result for each backend that it follows; maintained by `shell.autoscaler`."""
         self._scalings: dict[BackendTag, ScalingDecision] = {}
         """Decisions of the autoscaler that no plan has applied yet."""
-        self._cause: SpanRef | None = None
+        self._cause: Cause | None = None
         """The span of the first command since the last plan, if it is traced."""
         self._turn = asyncio.Lock()
         self._is_checkpoint_certain = True
@@ -209,9 +207,9 @@ class Term:
 
     # -- observations --------------------------------------------------------------------------------------------------
 
-    def hear(self, report: HostReport | ProxyReport) -> None:
+    def on_report(self, report: HostReport | ProxyReport) -> None:
         """Queue a report; the next cycle folds it in."""
-        self._observations.hear(report, self._clock.now())
+        self._observations.on_report(report, self._clock.now())
         self.on_change()
 
     def on_bus_lost(self) -> None:
@@ -246,10 +244,10 @@ class Term:
 
     # -- commands and plans --------------------------------------------------------------------------------------------
 
-    async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str = "") -> CommandReply:
+    async def execute(self, command: Command[Any], request: bytes, principal: str = "") -> CommandReply:
         """Decide a command, record it, and only then return the reply.
 
-        ``request`` is the encoded command and ``who`` its sender, for the audit log. Raises a `CommandRefused`
+        ``request`` is the encoded command and ``principal`` its sender, for the audit log. Raises a `CommandRefused`
         (nothing changed), `StoreUnavailable` (it may have been recorded: the caller retries) or `FencedOut`.
         """
         if self._is_store_away():
@@ -264,31 +262,31 @@ class Term:
             accepted = decide(self.checkpoint, command, now)
             if accepted.changes:
                 before, after = self.checkpoint, self.checkpoint.applied(accepted.changes)
-                entry = self._history_entry(command, accepted, request, who, now)
+                entry = self._history_entry(command, accepted, request, principal, now)
                 audit_events = [
                     audit_event(
                         now,
                         verb=entry.verb,
                         subject=accepted.subject,
-                        who=who,
+                        principal=principal,
                         goal_id=accepted.goal_id,
                     )
                 ]
                 note("muster.subject", accepted.subject)
                 await self._record("record_command", accepted.changes, after, [entry], audit_events)
-                self._cause = self._cause or current_ref()
+                self._cause = self._cause or current_cause()
                 self._observations.dirty_sets.add(dirty_by_changes(before, after, accepted.changes))
         self.on_change()
         return accepted.reply
 
     def _history_entry(
-        self, command: AnyCommand | RestoreFrom, accepted: Accepted, request: bytes, who: str, now: float
+        self, command: Command[Any], accepted: Accepted, request: bytes, principal: str, now: float
     ) -> HistoryEntry:
         old, new = audit_values(self.checkpoint, accepted.changes)
         return HistoryEntry(
             at=now,
-            who=who,
-            verb=_verb(command),
+            principal=principal,
+            verb=command.verb,
             subject=accepted.subject,
             goal_id=accepted.goal_id,
             # Always JSON, or the database would refuse the whole change.
@@ -338,21 +336,21 @@ class Term:
             self._observations.dirty_sets.add(EVERYTHING)
             _log.warning("plan_not_recorded", error=str(error))
             return self._clock.now() + STORE_RETRY_S
-        self._observations.dirty_sets.add(plan.attention)
+        self._observations.dirty_sets.add(plan.dirty_set)
         self._observations.due(plan.due)
-        if plan.changes or plan.attention.goals:
+        if plan.changes or plan.dirty_set.goals:
             self._event_log.publish_progress(self.checkpoint, self.observed)
         return await self._executor.perform_all(plan.actions)
 
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> ReconcilePlan:
         now = self._clock.now()
-        attention = self._observations.fold(self.checkpoint, now)
+        dirty_set = self._observations.fold(self.checkpoint, now)
         conflicts = self._observations.pop_conflicts(now)
         if conflicts:
             _log.warning("identity_conflict", about=[f"{event.kind} {event.subject}" for event in conflicts])
-            self.tell(conflicts)
+            self.notify(conflicts)
         numbers = {tag: decision.target for tag, decision in scalings.items()}
-        plan = reconcile(self.checkpoint, self.observed, self.epoch, now, attention, scalings=numbers)
+        plan = reconcile(self.checkpoint, self.observed, self.epoch, now, dirty_set, scalings=numbers)
         self._telemetry.plan_made(self._clock.now() - now)
         for fault in plan.faults:
             _log.error("not_reconciled", about=fault.about, error=fault.error)
@@ -374,7 +372,7 @@ class Term:
         )
         self.checkpoint = after
         self._is_checkpoint_certain = True
-        self.tell([*first_events, *events_of(before, after, changes, self._clock.now())])
+        self.notify([*first_events, *get_events(before, after, changes, self._clock.now())])
         goals = [value for value in changes.puts if isinstance(value, Goal)]
         self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
         self.on_goals([goal.goal_id for goal in goals])
@@ -384,9 +382,9 @@ class Term:
             raise FencedOut(f"the term of epoch {self.epoch} is over")
         if not self._is_checkpoint_certain:
             # A write whose response was lost may still be in progress: a new epoch fences it.
-            await self._begin_epoch(above=0)
+            await self._start_epoch(above=0)
 
-    async def _begin_epoch(self, *, above: int) -> None:
+    async def _start_epoch(self, *, above: int) -> None:
         self._is_checkpoint_certain = False
         self._observations.claims = (
             self.claims
@@ -401,9 +399,9 @@ class Term:
 
     def _has_claims_ahead(self) -> bool:
         """Whether any process has reported numbers that this leader has not given yet."""
-        self._observations.given = get_leader_claims(self.checkpoint, self.epoch)
+        self._observations.issued = get_leader_claims(self.checkpoint, self.epoch)
         self._observations.take_in(self.checkpoint)
-        return self._observations.claims.are_ahead_of(self._observations.given)
+        return self._observations.claims.are_ahead_of(self._observations.issued)
 
     async def _overtake(self) -> float | None:
         """Raise the counters above all claims. Returns until when to wait before any plan, or None.
@@ -419,18 +417,20 @@ class Term:
             return None
         if not self._is_behind:
             # A leader that lost its lease unnoticed receives such numbers too; the store detects that.
-            await self._begin_epoch(above=0)
+            await self._start_epoch(above=0)
             if not self._has_claims_ahead():
                 return None
             self._is_behind = True
             _log.warning(
-                "store_is_behind", given=str(self._observations.given), claims=str(self._observations.claims)
+                "store_is_behind",
+                issued=str(self._observations.issued),
+                claims=str(self._observations.claims),
             )
         now = self._clock.now()
         over_at = claims_complete_at(self.checkpoint, self.observed, now)
         if over_at is None or now < over_at:
             return over_at or math.inf
-        await self._begin_epoch(above=self._observations.claims.epoch + EPOCH_MARGIN)
+        await self._start_epoch(above=self._observations.claims.epoch + EPOCH_MARGIN)
         if self._has_claims_ahead():
             draft = overtake(self.checkpoint, self.observed, self._observations.claims, self.epoch, now)
             event = restored_event(draft, now)
@@ -450,9 +450,9 @@ class Term:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def tell(self, events: Sequence[EventView]) -> None:
+    def notify(self, events: Sequence[EventView]) -> None:
         """Publish events that follow from no recorded change."""
-        self._event_log.tell(events, self.checkpoint, self.observed)
+        self._event_log.notify(events, self.checkpoint, self.observed)
 
     def remember(self, events: Sequence[EventView]) -> None:
         """Prepend events of earlier terms, the oldest first."""
@@ -469,9 +469,3 @@ def _counts(plan: ReconcilePlan, epoch: int) -> dict[str, Value]:
         "muster.host_goals": sum(isinstance(action, SendHostGoal) for action in actions),
         "muster.faults": len(plan.faults),
     }
-
-
-def _verb(command: AnyCommand | RestoreFrom) -> str:
-    if isinstance(command, RestoreFrom):
-        return "restore"
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(command).__name__).lstrip("_")

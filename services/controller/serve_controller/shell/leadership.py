@@ -15,7 +15,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.ports import Store
 
 PING_EVERY_S: Final = 1.0
-ANSWER_WITHIN_S: Final = 2.0
+PING_TIMEOUT_S: Final = 2.0
 """Seconds after which a round trip without a response means that the bus is unavailable."""
 
 
@@ -29,7 +29,7 @@ class BusLiveness:
 
     def __init__(self, now: float) -> None:
         self.is_away = False
-        self._answered_at = now
+        self._responded_at = now
         """When the newest response arrived or the connection was made."""
 
     def went(self) -> None:
@@ -39,22 +39,22 @@ class BusLiveness:
     def came(self, now: float) -> None:
         """The connection was restored."""
         self.is_away = False
-        self._answered_at = now
+        self._responded_at = now
 
     def unanswered(self, started_at: float) -> bool:
         """The round trip begun at ``started_at`` timed out; True if that made the bus unavailable."""
-        if self.is_away or started_at < self._answered_at:
+        if self.is_away or started_at < self._responded_at:
             return False  # it was lost with a former connection
         self.is_away = True
         return True
 
-    def answered(self, now: float) -> bool:
+    def record_response(self, now: float) -> bool:
         """The bus responded; True when it was unavailable until now.
 
         A gap without responses counts too: this process may have been suspended, and what others sent meanwhile may not
         have been read yet.
         """
-        was_away = self.is_away or now - self._answered_at > PING_EVERY_S + ANSWER_WITHIN_S
+        was_away = self.is_away or now - self._responded_at > PING_EVERY_S + PING_TIMEOUT_S
         self.came(now)
         return was_away
 
@@ -65,7 +65,7 @@ LEASE_TTL_S: Final = 5.0
 RENEW_EVERY_S: Final = LEASE_TTL_S / 3
 STANDBY_POLL_S: Final = 0.25
 STORE_RETRY_S: Final = 0.5
-BEAT_S: Final = 0.5
+HEARTBEAT_S: Final = 0.5
 STORE_SLOW_S: Final = 2.0
 """Seconds without a response from the store after which a leader is not ready, before the attempt has failed."""
 
@@ -92,7 +92,7 @@ class Leadership:
         self.is_store_slow = False
         """Whether a leader's renewal has been waiting for `STORE_SLOW_S`."""
         self._lease = asyncio.Lock()
-        self._beat_at = float("-inf")
+        self._heartbeat_at = float("-inf")
         """When the lease was last known to be ours or, failing that, when the last request to the store failed."""
         self._is_in_doubt = False
         self._requested_at: float | None = None
@@ -193,7 +193,7 @@ class Leadership:
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts.append(tasks.create_task(until_lost(self._renew), name="renew_leadership"))
-                parts.append(tasks.create_task(until_lost(self._beat_periodically), name="keep_beating"))
+                parts.append(tasks.create_task(until_lost(self._heartbeat_periodically), name="keep_beating"))
                 parts.append(
                     tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead")
                 )
@@ -207,16 +207,16 @@ class Leadership:
     async def _renew(self) -> None:
         while True:
             raise_if_cancelled()
-            due_in_s = self._beat_at + RENEW_EVERY_S - asyncio.get_running_loop().time()
+            due_in_s = self._heartbeat_at + RENEW_EVERY_S - asyncio.get_running_loop().time()
             await asyncio.sleep(due_in_s if self.is_sure else min(due_in_s, STORE_RETRY_S))
             async with self._lease:
                 assert self.epoch is not None
-                self._beat()
-                started_at = self._requested_at = self._beat_at
+                self._heartbeat()
+                started_at = self._requested_at = self._heartbeat_at
                 try:
                     await self._store.renew_leadership(self._controller_id, self.epoch, LEASE_TTL_S)
                 except StoreUnavailable as error:
-                    self._beat()
+                    self._heartbeat()
                     self.is_store_unavailable = True
                     _log.warning("leadership_not_renewed", epoch=self.epoch, error=str(error))
                 else:
@@ -225,26 +225,28 @@ class Leadership:
                 finally:
                     self._requested_at, self.is_store_slow = None, False
 
-    async def _beat_periodically(self) -> None:
+    async def _heartbeat_periodically(self) -> None:
         """Beat beside `_renew`: a hanging store may block it for longer than the lease, which is no suspension."""
         while True:
             raise_if_cancelled()
-            await asyncio.sleep(BEAT_S)
-            self._beat()
+            await asyncio.sleep(HEARTBEAT_S)
+            self._heartbeat()
             requested_at = self._requested_at
-            self.is_store_slow = requested_at is not None and self._beat_at - requested_at >= STORE_SLOW_S
+            self.is_store_slow = (
+                requested_at is not None and self._heartbeat_at - requested_at >= STORE_SLOW_S
+            )
 
     def _confirm_lease(self, started_at: float) -> None:
         """The store confirmed the lease; the request was sent at ``started_at``."""
-        self._beat_at = started_at
+        self._heartbeat_at = started_at
         self._is_in_doubt = False
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         self._is_in_doubt = self._is_in_doubt or self._was_suspended()
-        self._beat_at = asyncio.get_running_loop().time()
+        self._heartbeat_at = asyncio.get_running_loop().time()
 
     def _was_suspended(self) -> bool:
-        return asyncio.get_running_loop().time() - self._beat_at >= LEASE_TTL_S
+        return asyncio.get_running_loop().time() - self._heartbeat_at >= LEASE_TTL_S
 
     async def _release(self, epoch: int) -> None:
         """Release the lease on an ordered stop, so that the next controller need not wait for its end."""

@@ -28,8 +28,8 @@ from serve_controller.core.events import conflict_event, goal_progress
 from serve_controller.core.host_goals import DueTime
 from serve_controller.core.objects import HostRecord, ProxyRecord
 from serve_controller.core.observed import (
-    HeldByAnother,
     HostObserved,
+    IdentityTaken,
     ObservedState,
     ProxyObserved,
     drop_silent,
@@ -43,7 +43,7 @@ from serve_controller.core.observed import (
     observe_sent,
 )
 from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, get_report_claims
-from serve_controller.core.views import view_goal
+from serve_controller.core.views.hosts import view_goal
 from serve_controller.ports import EventSink
 
 INBOX_MAX: Final = 50_000
@@ -140,11 +140,11 @@ class TermObservations:
         self._reporting_proxies: set[ProxyId] = set()
         self.claims = claims
         """The highest numbers that any process reported as given."""
-        self.given = NO_CLAIMS
+        self.issued = NO_CLAIMS
         """Numbers that this leader has given, approximately: claims far ahead of them are refused."""
         self._conflicts = _Conflicts()
 
-    def hear(self, report: HostReport | ProxyReport, now: float) -> None:
+    def on_report(self, report: HostReport | ProxyReport, now: float) -> None:
         """Queue a report; `fold` folds it in."""
         self._inbox.append((now, report))
 
@@ -193,7 +193,7 @@ class TermObservations:
         self.observed = observe_bucket(self.observed, bucket)
         self.dirty_sets.add(DirtySet(keys=frozenset(changed), goals=bool(changed)))
 
-    def revision_of(self, key: str) -> int:
+    def get_revision(self, key: str) -> int:
         """The bucket's newest known revision of a key; 0 for none."""
         revision: int = self._revisions.get(key, 0)
         return revision
@@ -226,13 +226,13 @@ class TermObservations:
         """
         others: deque[tuple[float, HostReport | ProxyReport]] = deque()
         while self._inbox:
-            heard_at, report = self._inbox.popleft()
+            last_seen_at, report = self._inbox.popleft()
             if self._is_from_holder(report, checkpoint):
-                self._fold_report(report, heard_at, checkpoint)
+                self._fold_report(report, last_seen_at, checkpoint)
             else:
-                others.append((heard_at, report))
-        for heard_at, report in others:
-            self._fold_report(report, heard_at, checkpoint)
+                others.append((last_seen_at, report))
+        for last_seen_at, report in others:
+            self._fold_report(report, last_seen_at, checkpoint)
 
     def _is_from_holder(self, report: HostReport | ProxyReport, checkpoint: Checkpoint) -> bool:
         known: HostObserved | ProxyObserved | None
@@ -247,21 +247,23 @@ class TermObservations:
             return is_same_incarnation(report, known.report)
         return record is not None and record.holder == holder_digest(report)
 
-    def _fold_report(self, report: HostReport | ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+    def _fold_report(
+        self, report: HostReport | ProxyReport, last_seen_at: float, checkpoint: Checkpoint
+    ) -> None:
         try:
             match report:
                 case HostReport():
                     claims = get_report_claims(report, self.observed.hosts.get(report.host_id))
                     self._check_claims(claims)
-                    self._fold_host(report, heard_at, checkpoint)
+                    self._fold_host(report, last_seen_at, checkpoint)
                     self._reporting_hosts.add(report.host_id)
                 case ProxyReport():
                     claims = get_report_claims(report)
                     self._check_claims(claims)
-                    self._fold_proxy(report, heard_at, checkpoint)
+                    self._fold_proxy(report, last_seen_at, checkpoint)
                     self._reporting_proxies.add(report.proxy_id)
             self._accept_claims(claims)
-        except HeldByAnother as error:
+        except IdentityTaken as error:
             self._on_refused("identity", self._conflicts.refused(report), error)
         except Exception as error:  # noqa: BLE001 - an error in one report costs that report only
             kind, sender = _sender(report)
@@ -269,8 +271,8 @@ class TermObservations:
 
     def _check_claims(self, claims: Claims) -> None:
         """Raise `BadField` for impossible claims; the whole message is then refused."""
-        if claims.are_ahead_of(self.given, AHEAD_MAX):
-            raise BadField("claims", f"{claims} cannot have been given: {self.given} was")
+        if claims.are_ahead_of(self.issued, AHEAD_MAX):
+            raise BadField("claims", f"{claims} cannot have been given: {self.issued} was")
 
     def _accept_claims(self, claims: Claims) -> None:
         """Remember the claims if they are the highest."""
@@ -304,20 +306,20 @@ class TermObservations:
         """Return the identity conflicts found since the last call, as events."""
         return self._conflicts.take(now)
 
-    def _fold_host(self, report: HostReport, heard_at: float, checkpoint: Checkpoint) -> None:
+    def _fold_host(self, report: HostReport, last_seen_at: float, checkpoint: Checkpoint) -> None:
         before, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
         holder = "" if record is None else record.holder
-        observed = observe_host(self.observed, report, heard_at, holder)
+        observed = observe_host(self.observed, report, last_seen_at, holder)
         self._conflicts.believed(report, before)
         after = observed.hosts[report.host_id]
         dirty = NOTHING if after is before else dirty_by_host_report(before, after)
         self.observed = observed
         self.dirty_sets.add(dirty)
 
-    def _fold_proxy(self, report: ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+    def _fold_proxy(self, report: ProxyReport, last_seen_at: float, checkpoint: Checkpoint) -> None:
         before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
         holder = "" if record is None else record.holder
-        observed = observe_proxy(self.observed, report, heard_at, holder)
+        observed = observe_proxy(self.observed, report, last_seen_at, holder)
         self._conflicts.believed(report, before)
         after = observed.proxies[report.proxy_id]
         dirty = NOTHING if after is before else dirty_by_proxy_report(before, after)
@@ -345,7 +347,7 @@ class TermObservations:
         self._silence.forget(
             {*checkpoint.hosts, *self.observed.hosts}, {*checkpoint.proxies, *self.observed.proxies}
         )
-        self.dirty_sets.add(DirtySet(tidy=True))
+        self.dirty_sets.add(DirtySet(gc=True))
 
     def _sweep(self, checkpoint: Checkpoint, now: float) -> None:
         """Mark the next slice of everything as dirty; the last slices of a round may name removed objects."""
@@ -392,7 +394,7 @@ class EventLog:
         """Prepend events of earlier terms, the oldest first."""
         self.events.extendleft(reversed(events))
 
-    def tell(self, events: Sequence[EventView], checkpoint: Checkpoint, observed: ObservedState) -> None:
+    def notify(self, events: Sequence[EventView], checkpoint: Checkpoint, observed: ObservedState) -> None:
         """Publish and retain events. For a goal, its view in ``checkpoint`` is published."""
         self.events.extend(events)
         for event in events:

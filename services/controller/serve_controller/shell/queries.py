@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Reversible
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
 from serve_common.api import queries as q
-from serve_common.api.commands import AnyCommand, CommandReply, Request
+from serve_common.api.commands import Command, CommandReply, Request
 from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
 from serve_common.api.views import EventView, HistoryView, LoadView, PlanView, StatusView
 from serve_common.errors import BadField, NotLeading, ServeError
 from serve_common.names import BackendTag, deployment_tag
 from serve_common.ports import Clock
 from serve_common.protocol.decoding import UNREADABLE
-from serve_controller.core import views
 from serve_controller.core.autoscaling.values import ScalingStatus, Targets, build_scrape_targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
-from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
 from serve_controller.core.forecast import forecast
 from serve_controller.core.observed import ObservedState
+from serve_controller.core.views import backends, deployments, hosts
 from serve_controller.core.views.hosts import checked_limit
 
 
@@ -66,7 +65,7 @@ class LeadingTerm(Protocol):
         """The latest events, the newest last."""
         ...
 
-    async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str) -> CommandReply:
+    async def execute(self, command: Command[Any], request: bytes, principal: str) -> CommandReply:
         """Decide and record a command."""
         ...
 
@@ -86,7 +85,7 @@ _OF_FIELD: Final = re.compile(
 )
 
 
-def parse_request(verb: str, payload: bytes) -> Request:
+def parse_request(verb: str, payload: bytes) -> Request[Any]:
     """Decode the request in ``payload``. Raises `BadField` with the path of the invalid field.
 
     An empty payload means ``{}`` for queries only. A client that may not send commands could have an empty message
@@ -94,11 +93,11 @@ def parse_request(verb: str, payload: bytes) -> Request:
 
     A `Plan` contains a request, and both are refused with the same messages.
     """
-    request_type, _reply_type = VERBS[verb]
+    request_type = VERBS[verb]
     if not payload.strip() and verb in COMMANDS:
         raise BadField("request", f"is empty; {verb} needs a JSON object{_required(request_type)}")
     try:
-        return msgspec.json.decode(payload or b"{}", type=request_type)
+        request: Request[Any] = msgspec.json.decode(payload or b"{}", type=request_type)
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT_PATH.search(text)
@@ -110,9 +109,10 @@ def parse_request(verb: str, payload: bytes) -> Request:
         raise BadField(".".join(path)[:200] or "request", text[:300]) from error
     except UNREADABLE as error:
         raise BadField("request", f"is not JSON: {error}") from error
+    return request
 
 
-def _required(request_type: type[Request]) -> str:
+def _required(request_type: type[Request[Any]]) -> str:
     names = [field.encode_name for field in msgspec.structs.fields(request_type) if field.required]
     return f" with {', '.join(names)}" if names else ""
 
@@ -138,44 +138,45 @@ class QueryApi:
         self._clock = clock
         self._read_load = read_load
 
-    async def answer(self, term: LeadingTerm, query: Request) -> object:
+    async def handle(self, term: LeadingTerm, query: Request[Any]) -> object:  # noqa: C901, PLR0912 - a table
         """Answer any query but `WaitForGoal` from ``term``. Raises a `ServeError`."""
-        match query:
-            case q.GetHistory():
-                return await _history(term, query)
-            case q.GetLoad():
-                return await self._load(term)
-            case q.Plan():
-                return self._plan(term, query)
-            case q.GetEvents():
-                limit = checked_limit(query.limit, EVENTS_LIMIT_MAX)
-                return latest_events(term.events, term.checkpoint, limit, query.subject)
-            case q.GetStatus():
-                return self._status(term, query)
-            case q.PagedQuery():
-                return self._list(term, query)
-            case _:
-                return _single(term.checkpoint, query)
-
-    def _list(self, term: LeadingTerm, query: q.PagedQuery) -> object:
         checkpoint, now = term.checkpoint, self._clock.now()
         match query:
+            case q.GetDeploymentInfo():
+                return deployments.view_deployment(checkpoint, query.name)
             case q.ListDeployments():
-                return views.view_deployments(checkpoint, query, include_deleted=query.include_deleted)
+                return deployments.view_deployments(checkpoint, query, include_deleted=query.include_deleted)
             case q.GetAllApplications():
-                return views.view_applications(checkpoint, query)
+                return deployments.view_applications(checkpoint, query)
             case q.GetAllBackends():
-                return views.view_backends(checkpoint, query)
+                return backends.view_backends(checkpoint, query)
+            case q.GetBackendConfig():
+                return backends.view_backend_config(checkpoint, query.backend_tag)
             case q.GetAllEndpoints():
-                return views.view_endpoints(checkpoint, query)
+                return deployments.view_endpoints(checkpoint, query)
+            case q.GetHttpConfig():
+                return checkpoint.http_options
             case q.GetHttpProxies():
-                return views.view_proxies(term.observed, now, query)
+                return hosts.view_proxies(term.observed, now, query)
             case q.GetHosts():
-                return views.view_hosts(checkpoint, term.observed, now, query)
+                return hosts.view_hosts(checkpoint, term.observed, now, query)
+            case q.GetStatus():
+                return self._status(term, query)
             case q.GetAutoscaling():
-                return views.view_autoscaling(checkpoint, term.autoscaling, now, query)
+                return backends.view_autoscaling(checkpoint, term.autoscaling, now, query)
+            case q.GetLoad():
+                return await self._load(term)
             case q.GetSnapshot():
-                return views.view_snapshot(checkpoint, query)
+                return deployments.view_snapshot(checkpoint, query)
+            case q.GetEvents():
+                limit = checked_limit(query.limit, EVENTS_LIMIT_MAX)
+                return latest_events(term.events, checkpoint, limit, query.subject)
+            case q.GetHistory():
+                return await _history(term, query)
+            case q.GetRevisions():
+                return backends.view_revisions(checkpoint, query.name)
+            case q.Plan():
+                return self._plan(term, query)
             case _:
                 raise AssertionError(f"{type(query).__name__} is no query")
 
@@ -187,12 +188,12 @@ class QueryApi:
             store_available=term.is_store_available,
             snapshot_id=checkpoint.counters.snapshot,
             store_restored_at=checkpoint.counters.restored_at or None,
-            deployments=views.view_deployments(checkpoint, with_replicas=query.replicas)
+            deployments=deployments.view_deployments(checkpoint, with_replicas=query.replicas)
             if query.deployments
             else [],
-            hosts=views.view_hosts(checkpoint, term.observed, now),
-            proxies=views.view_proxies(term.observed, now),
-            autoscaling=views.view_autoscaling(checkpoint, term.autoscaling, now)
+            hosts=hosts.view_hosts(checkpoint, term.observed, now),
+            proxies=hosts.view_proxies(term.observed, now),
+            autoscaling=backends.view_autoscaling(checkpoint, term.autoscaling, now)
             if query.deployments
             else [],
         )
@@ -205,12 +206,17 @@ class QueryApi:
         )
 
     def _plan(self, term: LeadingTerm, query: q.Plan) -> PlanView:
-        if query.verb not in COMMANDS:
+        if query.command_verb not in COMMANDS:
             raise BadField(
-                "verb", f"{query.verb[:40]!r} changes nothing; it must be one of {', '.join(COMMANDS)}"
+                "verb",
+                f"{query.command_verb[:40]!r} changes nothing; it must be one of {', '.join(COMMANDS)}",
             )
-        command = parse_request(query.verb, bytes(query.request))
-        assert isinstance(command, AnyCommand)
+        command = parse_request(query.command_verb, bytes(query.request))
+        assert isinstance(command, Command)
+        return self.plan(term, command)
+
+    def plan(self, term: LeadingTerm, command: Command[Any]) -> PlanView:
+        """What a command would do. Raises its refusal."""
         checkpoint, now = term.checkpoint, self._clock.now()
         accepted = decide(checkpoint, command, now)
         if not accepted.changes:
@@ -233,17 +239,3 @@ def _recorded_subject(checkpoint: Checkpoint, subject: str) -> str:
     if subject in checkpoint.hosts or subject in checkpoint.applications:
         return subject
     return deployment_tag(subject, "subject")
-
-
-def _single(checkpoint: Checkpoint, query: Request) -> object:
-    match query:
-        case q.GetDeploymentInfo():
-            return views.view_deployment(checkpoint, query.name)
-        case q.GetBackendConfig():
-            return views.view_backend_config(checkpoint, query.backend_tag)
-        case q.GetHttpConfig():
-            return views.view_http_config(checkpoint)
-        case q.GetRevisions():
-            return views.view_revisions(checkpoint, query.name)
-        case _:
-            raise AssertionError(f"{type(query).__name__} is no query")

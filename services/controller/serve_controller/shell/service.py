@@ -24,7 +24,7 @@ from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
 from serve_controller.shell.control_loop import Term
-from serve_controller.shell.leadership import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness, Leadership
+from serve_controller.shell.leadership import PING_EVERY_S, PING_TIMEOUT_S, BusLiveness, Leadership
 from serve_controller.shell.observations import EVENTS_MAX
 from serve_controller.shell.queries import ReadLoad
 
@@ -120,10 +120,10 @@ class ControllerService:
             )
         return None
 
-    def hear(self, report: HostReport | ProxyReport) -> None:
+    def on_report(self, report: HostReport | ProxyReport) -> None:
         """Receive a report; ignored unless this controller leads."""
         if self.term is not None:
-            self.term.hear(report)
+            self.term.on_report(report)
 
     def on_wake_message(self, wake: Wake) -> None:
         """Receive a wake message: requests wait for a backend without replicas. Ignored unless leading."""
@@ -210,7 +210,7 @@ class ControllerService:
             raise_if_cancelled()
             started_at = self._clock.now()
             try:
-                await self._bus.round_trip(ANSWER_WITHIN_S)
+                await self._bus.round_trip(PING_TIMEOUT_S)
             except BusUnavailable as error:
                 if self._liveness.unanswered(started_at):
                     _log.warning("bus_silent", reason=str(error))
@@ -220,7 +220,7 @@ class ControllerService:
             await asyncio.sleep(min(max(0.05, started_at + PING_EVERY_S - self._clock.now()), PING_EVERY_S))
 
     async def _on_round_trip(self, started_at: float) -> None:
-        was_away, term = self._liveness.answered(self._clock.now()), self.term
+        was_away, term = self._liveness.record_response(self._clock.now()), self.term
         if was_away:
             _log.warning("bus_answers_again")
             self.on_bus_restored()

@@ -7,11 +7,9 @@ from typing import final
 
 import msgspec
 from nats.aio.msg import Msg
-from nats.errors import Error as NatsError
 
-from serve_common.errors import BusUnavailable
 from serve_common.nats.bucket_watch import BucketConnection
-from serve_common.nats.client import ping_nats
+from serve_common.nats.client import ping_nats, publish_now
 from serve_common.ports import SnapshotListener
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.subjects import Subjects
@@ -22,7 +20,7 @@ from serve_common.telemetry.log_lines import RefusedMessages
 
 @final
 class NatsControlPlane:
-    """Connected for as long as the process runs; a `ControlPlane`."""
+    """The connection to the controller, for as long as the process runs."""
 
     def __init__(
         self,
@@ -62,8 +60,6 @@ class NatsControlPlane:
 
     async def ping(self, within_s: float) -> None:
         """Round trip to the server within ``within_s`` seconds. Raises `BusUnavailable`."""
-        if self._connection.client is None:
-            raise BusUnavailable("not connected to NATS")
         await ping_nats(self._connection.client, within_s)
 
     @property
@@ -78,13 +74,8 @@ class NatsControlPlane:
 
     async def send_report(self, report: ProxyReport) -> None:
         """Publish the report; nothing is buffered while disconnected. Raises `BusUnavailable`."""
-        client = self._connection.client
-        if client is None or not client.is_connected:
-            raise BusUnavailable("not connected to NATS")
-        try:
-            await client.publish(self._subjects.proxy_report(report.proxy_id), msgspec.json.encode(report))
-        except (NatsError, OSError) as error:
-            raise BusUnavailable(f"the report could not be sent: {error}") from error
+        subject = self._subjects.proxy_report(report.proxy_id)
+        await publish_now(self._connection.client, subject, msgspec.json.encode(report))
 
     async def close(self) -> None:
         """Flush what was published and disconnect."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, final
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -19,7 +18,12 @@ from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import Routes
 from serve_common.names import BackendTag, ProxyId
 from serve_common.routing.router import Router
-from serve_common.runtime.operations import add_observations, build_family, build_histogram_family
+from serve_common.runtime.operations import (
+    add_observations,
+    build_family,
+    build_histogram_family,
+    build_single,
+)
 from serve_common.telemetry.catalogue.proxies import (
     APPLIED_SNAPSHOT_ID,
     BODY_BYTES,
@@ -40,7 +44,6 @@ from serve_common.telemetry.catalogue.proxies import (
     SHADOW_REQUESTS,
 )
 from serve_common.telemetry.catalogue.services import BUS_PENDING_BYTES, PERMISSION_VIOLATIONS
-from serve_common.telemetry.catalogue.specs import MetricSpec
 
 _Routers = list[tuple[BackendTag, Router]]
 _OTHER_CODE = "other"
@@ -60,68 +63,51 @@ class DataBus(Protocol):
         ...
 
 
-def register_metrics(
-    registry: CollectorRegistry,
-    proxy_id: ProxyId,
-    routes: Routes,
-    bus: DataBus,
-    *,
-    reconnects: Callable[[], int],
-    connections: Callable[[], int],
-    dropped_calls: Callable[[], int],
-    room: UploadMemory,
-) -> None:
-    """Register the collectors; ``reconnects`` counts those to NATS, ``connections`` those of clients.
-
-    ``dropped_calls`` is `Gateway.dropped_calls`; ``room`` is the memory budget of request bodies.
-    """
-    registry.register(_RoutesCollector(routes))
-    registry.register(
-        _ProxyCollector(
-            proxy_id, routes, bus, reconnects, connections, dropped_calls=dropped_calls, room=room
-        )
-    )
-
-
 @final
-class _ProxyCollector(Collector):
+class ProxyCollector(Collector):
+    """Metrics of this proxy; `RoutesCollector` has those of its endpoints and backends."""
+
     def __init__(
         self,
         proxy_id: ProxyId,
         routes: Routes,
         bus: DataBus,
+        *,
         reconnects: Callable[[], int],
         connections: Callable[[], int],
-        *,
         dropped_calls: Callable[[], int],
-        room: UploadMemory,
+        memory: UploadMemory,
     ) -> None:
+        """``reconnects`` counts those to NATS, ``connections`` those of clients.
+
+        ``dropped_calls`` is `Gateway.dropped_calls`; ``memory`` is the memory budget of request bodies.
+        """
         self._proxy_id = proxy_id
         self._routes = routes
         self._bus = bus
         self._reconnects = reconnects
         self._connections = connections
         self._dropped_calls = dropped_calls
-        self._room = room
+        self._memory = memory
 
     def collect(self) -> Iterable[Metric]:
         """Metrics without an endpoint or backend label."""
-        info = build_family(PROXY_INFO)
-        info.add_metric([self._proxy_id], 1.0)
-        yield info
-        yield _single(CONNECTIONS, self._connections())
-        yield _single(DROPPED_PLAIN_CALLS, self._dropped_calls())
-        yield _single(BODY_BYTES, self._room.admitted_bytes)
-        yield _single(REFUSED_BODIES, self._room.refused)
-        yield _single(RECONNECTS, self._reconnects())
-        yield _single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
-        yield _single(BUS_PENDING_BYTES, self._bus.pending_bytes)
-        yield _single(PERMISSION_VIOLATIONS, self._bus.permission_violations)
+        yield build_family(PROXY_INFO, [([self._proxy_id], 1.0)])
+        yield build_single(CONNECTIONS, self._connections())
+        yield build_single(DROPPED_PLAIN_CALLS, self._dropped_calls())
+        yield build_single(BODY_BYTES, self._memory.admitted_bytes)
+        yield build_single(REFUSED_BODIES, self._memory.refused)
+        yield build_single(RECONNECTS, self._reconnects())
+        yield build_single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
+        yield build_single(BUS_PENDING_BYTES, self._bus.pending_bytes)
+        yield build_single(PERMISSION_VIOLATIONS, self._bus.permission_violations)
 
 
 @final
-class _RoutesCollector(Collector):
-    """Runs in another thread than the loop, so it first copies each table in one step."""
+class RoutesCollector(Collector):
+    """Metrics of each endpoint and backend.
+
+    It runs in another thread than the loop, so it first copies each table in one step."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -132,17 +118,17 @@ class _RoutesCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Metrics of each endpoint and backend."""
-        tallies = [("", self._routes.unmatched)]
-        tallies += [(endpoint.tag, endpoint.tally) for endpoint in list(self._routes.endpoints.values())]
-        yield from _request_families(tallies)
-        yield _shadow_family(tallies)
+        all_stats = [("", self._routes.unmatched)]
+        all_stats += [(endpoint.tag, endpoint.stats) for endpoint in list(self._routes.endpoints.values())]
+        yield from _request_families(all_stats)
+        yield _shadow_family(all_stats)
         routers = list(self._routes.routers.items())
-        yield _backend_family(QUEUED_SECONDS, self._get_queued_seconds(routers))
-        yield _backend_family(QUEUE_DEPTH, [(tag, router.queue_depth) for tag, router in routers])
-        yield _backend_family(IN_FLIGHT, [(tag, router.in_flight) for tag, router in routers])
+        yield build_family(QUEUED_SECONDS, self._get_queued_seconds(routers))
+        yield build_family(QUEUE_DEPTH, [([tag], router.queue_depth) for tag, router in routers])
+        yield build_family(IN_FLIGHT, [([tag], router.in_flight) for tag, router in routers])
         yield from _protection_families(routers)
 
-    def _get_queued_seconds(self, routers: _Routers) -> list[tuple[BackendTag, float]]:
+    def _get_queued_seconds(self, routers: _Routers) -> list[tuple[list[BackendTag], float]]:
         """Queued seconds by backend; never less than exported before.
 
         Why: the loop may be about to record that a request left the queue just now; and to Prometheus a counter that
@@ -155,37 +141,24 @@ class _RoutesCollector(Collector):
                 known, before = self._exported_s.get(tag, (None, 0.0))
                 shown[tag] = (router, max(seconds, before) if known is router else seconds)
             self._exported_s = shown
-        return [(tag, seconds) for tag, (_, seconds) in shown.items()]
+        return [([tag], seconds) for tag, (_, seconds) in shown.items()]
 
 
-def _single(spec: MetricSpec, value: float) -> Metric:
-    family = build_family(spec)
-    family.add_metric([], value)
-    return family
-
-
-def _backend_family(spec: MetricSpec, rows: Iterable[tuple[BackendTag, float]]) -> Metric:
-    family = build_family(spec)
-    for tag, value in rows:
-        family.add_metric([tag], value)
-    return family
-
-
-def _request_families(tallies: Iterable[tuple[str, RequestStats]]) -> Iterable[Metric]:
+def _request_families(all_stats: Iterable[tuple[str, RequestStats]]) -> Iterable[Metric]:
     requests, seconds = build_family(REQUESTS), build_histogram_family(REQUEST_SECONDS)
-    for tag, tally in tallies:
-        for (method, code), count in list(tally.counts.items()):
+    for tag, stats in all_stats:
+        for (method, code), count in list(stats.counts.items()):
             requests.add_metric([tag, method, str(code) if code else _OTHER_CODE], count)
-        total = tally.seconds_sum
-        add_observations(seconds, [tag], REQUEST_SECONDS.buckets, list(tally.bucket_counts), total)
+        total = stats.seconds_sum
+        add_observations(seconds, [tag], REQUEST_SECONDS.buckets, list(stats.bucket_counts), total)
     yield requests
     yield seconds
 
 
 def _protection_families(routers: _Routers) -> Iterable[Metric]:
-    yield _backend_family(EJECTIONS, [(tag, router.ejections) for tag, router in routers])
-    yield _backend_family(RETRIES, [(tag, router.retries.spent) for tag, router in routers])
-    yield _backend_family(CIRCUIT_OPEN, [(tag, router.circuit.is_open) for tag, router in routers])
+    yield build_family(EJECTIONS, [([tag], router.ejections) for tag, router in routers])
+    yield build_family(RETRIES, [([tag], router.retries.spent) for tag, router in routers])
+    yield build_family(CIRCUIT_OPEN, [([tag], router.circuit.is_open) for tag, router in routers])
     refusals = build_family(REFUSED)
     for tag, router in routers:
         refusals.add_metric([tag, "queue"], router.queue_refusals)
@@ -196,9 +169,10 @@ def _protection_families(routers: _Routers) -> Iterable[Metric]:
     yield refusals
 
 
-def _shadow_family(tallies: Iterable[tuple[str, RequestStats]]) -> Metric:
-    shadows = build_family(SHADOW_REQUESTS)
-    for tag, tally in tallies:
-        for (backend_tag, outcome), count in list(tally.shadows.items()):
-            shadows.add_metric([tag, backend_tag, outcome.value], count)
-    return shadows
+def _shadow_family(all_stats: Iterable[tuple[str, RequestStats]]) -> Metric:
+    samples = (
+        ([tag, backend_tag, outcome.value], count)
+        for tag, stats in all_stats
+        for (backend_tag, outcome), count in list(stats.shadows.items())
+    )
+    return build_family(SHADOW_REQUESTS, samples)

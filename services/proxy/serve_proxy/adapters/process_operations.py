@@ -11,58 +11,25 @@ from typing import Final, final
 
 import aiohttp
 
-from serve_common.runtime.health import HealthProbe, Heartbeat
-from serve_common.runtime.operations import NAMES_PARAMETER, OperationsSite
-from serve_common.runtime.settings import OperationsSettings
-from serve_common.runtime.tasks import TaskOwner
+from serve_common.runtime.health import HealthProbe
+from serve_common.runtime.operations import NAMES_PARAMETER
 from serve_proxy.core.processes import merge_metrics
 from serve_proxy.ports import Child
 
-_ASK_TIMEOUT_S: Final = 2.0
-_CLOSE_TIMEOUT_S: Final = 1.0
+_PAGE_TIMEOUT_S: Final = 2.0
 _OK: Final = 200
 _NOT_LISTENING: Final = 0
 _HANGS: Final = -1
 
 
 @final
-class ProcessOperations:
-    """Serves ``/metrics``, ``/healthz`` and ``/readyz`` for all children."""
+class ChildrenPages:
+    """`OperationsPages` merged from all children, which are queried for each response."""
 
-    def __init__(
-        self, settings: OperationsSettings, children: Mapping[int, Child], readiness_error: HealthProbe
-    ) -> None:
+    def __init__(self, children: Mapping[int, Child], readiness_error: HealthProbe) -> None:
         """``children`` is read for each request, by another thread."""
-        self._heartbeat = Heartbeat(settings.unhealthy_after_s)
-        self._site = OperationsSite(settings, _ChildrenPages(children, self._heartbeat, readiness_error))
-        self._tasks = TaskOwner("process_operations")
-
-    @property
-    def port(self) -> int:
-        """The port it listens on; the actual one after `start`."""
-        return self._site.port
-
-    async def start(self) -> None:
-        """Listen; raises OSError when the port is taken."""
-        self._tasks.start(self._heartbeat.run(), "heartbeat")
-        await self._site.start()
-
-    async def close(self) -> None:
-        """Stop listening."""
-        await self._tasks.close(_CLOSE_TIMEOUT_S)
-        await self._site.close()
-
-
-@final
-class _ChildrenPages:
-    """Pages merged from all children, which are queried for each response."""
-
-    def __init__(
-        self, children: Mapping[int, Child], heartbeat: Heartbeat, readiness_error: HealthProbe
-    ) -> None:
         self._children = children
-        self._heartbeat = heartbeat
-        self._why_not_ready = readiness_error
+        self._readiness_error = readiness_error
         self._session: aiohttp.ClientSession | None = None
 
     async def metrics(self, names: Collection[str]) -> bytes:
@@ -76,11 +43,10 @@ class _ChildrenPages:
         return (await asyncio.to_thread(merge_metrics, pages)).encode()
 
     async def health_error(self) -> str | None:
-        return self._heartbeat.health_error() or await self._collect_errors("/healthz", listening_only=True)
+        return await self._collect_errors("/healthz", listening_only=True)
 
     async def readiness_error(self) -> str | None:
-        error = self._heartbeat.health_error() or self._why_not_ready()
-        return error or await self._collect_errors("/readyz", listening_only=False)
+        return self._readiness_error() or await self._collect_errors("/readyz", listening_only=False)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -100,7 +66,7 @@ class _ChildrenPages:
     ) -> dict[str, tuple[int, str]]:
         """Status and body by process number; a placeholder status and a reason where there is no response."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S))
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PAGE_TIMEOUT_S))
         session = self._session
         children = sorted(dict(self._children).items())
         responses = await asyncio.gather(
@@ -118,6 +84,6 @@ async def _query(
         async with session.get(f"http://127.0.0.1:{port}{path}", params=list(parameters)) as response:
             return response.status, await response.text()
     except TimeoutError:
-        return _HANGS, f"it does not answer within {_ASK_TIMEOUT_S:g} s"
+        return _HANGS, f"it does not answer within {_PAGE_TIMEOUT_S:g} s"
     except aiohttp.ClientError as error:
         return _NOT_LISTENING, f"it does not answer: {type(error).__name__}"

@@ -26,8 +26,8 @@ class ObservedRequest(RequestObserver, Protocol):
     observer, and an unobserved request costs nothing else.
     """
 
-    def asks(self, ask: RequestSpec) -> None:
-        """Called when the endpoint was found and ``ask`` is sent to it."""
+    def on_request(self, spec: RequestSpec) -> None:
+        """Called when the endpoint was found and ``spec`` is sent to it."""
         ...
 
     def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:
@@ -153,7 +153,7 @@ class RequestHeaders(msgspec.Struct, gc=False):
     request_id: str = ""
     """The client's request id if it is usable; otherwise empty."""
     traceparent: str = ""
-    follower: ObservedRequest | None = None
+    observer: ObservedRequest | None = None
     """The observer of the request; None when it is not observed."""
     has_idempotency_key: bool = False
     host: bytes = b""

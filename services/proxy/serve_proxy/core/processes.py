@@ -1,4 +1,4 @@
-"""Rules for the processes of one container: ids, restart backoff, merged metrics."""
+"""Rules for the processes of one container: ids, merged metrics."""
 
 from __future__ import annotations
 
@@ -10,27 +10,12 @@ from serve_common.names import NAME_LENGTH_MAX, ProxyId
 PROCESSES_MAX: Final = 64
 PARENT_FD: Final = "MUSTER_PROXY_PARENT_FD"
 """Variable with the file descriptor of a child's socket to its parent; set by the parent only."""
-LONG_LIFE_S: Final = 10.0
-"""Seconds after which the end of a process does not count as a failed start."""
-_WAIT_MIN_S: Final = 0.1
-_WAIT_MAX_S: Final = 5.0
 
 
 def child_id(proxy_id: ProxyId, number: int) -> ProxyId:
     """``<id>-<number>``; an id that is too long keeps its end, where container names differ."""
     suffix = f"-{number}"
     return ProxyId(proxy_id[-(NAME_LENGTH_MAX - len(suffix)) :].lstrip("-_") + suffix)
-
-
-def restart_wait_s(short_lives: int) -> float:
-    """Seconds to wait before the next start, after ``short_lives`` short lives in a row.
-
-    Why a bounded wait: a process that crashes at once, again and again, must neither use up the machine nor be
-    given up.
-    """
-    if short_lives == 0:
-        return 0.0
-    return min(_WAIT_MAX_S, _WAIT_MIN_S * 2.0 ** min(short_lives - 1, 30))
 
 
 LABEL = "process"

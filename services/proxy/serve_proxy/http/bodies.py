@@ -33,7 +33,7 @@ _TRIES_MAX: Final = 6
 _STATM: Final = Path("/proc/self/statm")
 
 
-async def give_back_memory(room: UploadMemory) -> None:
+async def release_memory(memory: UploadMemory) -> None:
     """Every `MEMORY_CHECK_PERIOD_S`, trim the heap if the process has grown while few bodies are held; runs forever.
 
     Returns at once where the C library has no ``malloc_trim``.
@@ -54,15 +54,15 @@ async def give_back_memory(room: UploadMemory) -> None:
         if now_bytes - least_bytes < GROWN_BYTES_MIN:
             tries = 0
             continue
-        if room.admitted_bytes > GROWN_BYTES_MIN:
+        if memory.admitted_bytes > GROWN_BYTES_MIN:
             continue
         await asyncio.to_thread(trim, 0)
-        kept_bytes = resident_bytes()
-        _log.debug("memory_given_back", given_back_bytes=now_bytes - kept_bytes, kept_bytes=kept_bytes)
+        after_bytes = resident_bytes()
+        _log.debug("memory_given_back", given_back_bytes=now_bytes - after_bytes, after_bytes=after_bytes)
         # Connections of clients that were refused may still hold some of it: a later round trims that.
         tries += 1
         if tries >= _TRIES_MAX:
-            least_bytes, tries = kept_bytes, 0
+            least_bytes, tries = after_bytes, 0
 
 
 def resident_bytes() -> int:
@@ -158,7 +158,7 @@ async def receive_body(
     request: web.BaseRequest,
     options: HttpOptions,
     deadline: float,
-    room: UploadMemory,
+    memory: UploadMemory,
     *,
     is_welcomed: bool,
     is_copied: bool,
@@ -185,7 +185,7 @@ async def receive_body(
             wanted_bytes = 1
         else:
             wanted_bytes = announced
-        first = await _collect(content, options, deadline, room, wanted_bytes)
+        first = await _collect(content, options, deadline, memory, wanted_bytes)
     except web.HTTPRequestEntityTooLarge as error:
         raise BodyTooLarge(f"the body has more than {options.body_bytes_max} bytes") from error
     except web.RequestPayloadError as error:
@@ -194,11 +194,11 @@ async def receive_body(
         rest = content.read_nowait()
         return _check_size(first + rest if rest else first, options.body_bytes_max)
     _check_size(first, options.body_bytes_max)
-    return RequestBody(first, room, UNKNOWN_BYTES if announced is None else announced)
+    return RequestBody(first, memory, UNKNOWN_BYTES if announced is None else announced)
 
 
 async def _collect(
-    content: StreamReader, options: HttpOptions, deadline: float, room: UploadMemory, wanted_bytes: int
+    content: StreamReader, options: HttpOptions, deadline: float, memory: UploadMemory, wanted_bytes: int
 ) -> bytes:
     """At least ``wanted_bytes``; fewer at the body's end, and when all uploads together hold too much memory."""
     pieces: list[bytes] = []
@@ -213,19 +213,19 @@ async def _collect(
             with MinRateGuard(options.body_rate_min, lambda: size, on_too_slow):
                 while size < wanted_bytes and (piece := await content.readany()):
                     size += len(piece)
-                    room.change(len(piece))
+                    memory.change(len(piece))
                     pieces.append(piece)
-                    if size >= COLLECTED_BYTES_MAX and room.is_full:
+                    if size >= COLLECTED_BYTES_MAX and memory.is_full:
                         break
     except TimeoutError as error:
         raise BodyTooSlow("the body did not come in time") from error
     finally:
-        room.change(-size)
+        memory.change(-size)
     return b"".join(pieces)
 
 
 async def feed_body(
-    request: web.BaseRequest, body: RequestBody, options: HttpOptions, room: UploadMemory
+    request: web.BaseRequest, body: RequestBody, options: HttpOptions, memory: UploadMemory
 ) -> None:
     """Read the rest of a body at the rate it is consumed; an error in it fails the request."""
     content = request.content
@@ -240,7 +240,7 @@ async def feed_body(
         ):
             while not body.is_closed:
                 is_waiting = True
-                data = await (content.read(FRAME_BODY_BYTES_MAX) if room.is_crowded else content.readany())
+                data = await (content.read(FRAME_BODY_BYTES_MAX) if memory.is_crowded else content.readany())
                 is_waiting = False
                 if not data:
                     body.end()
@@ -249,15 +249,15 @@ async def feed_body(
                     body.fail(BodyTooLarge(f"the body has more than {options.body_bytes_max} bytes"))
                     return
                 body.add(data)
-                if not body.has_room:
-                    await _wait_for_room(request, body)
+                if not body.has_space:
+                    await _wait_for_memory(request, body)
     except web.RequestPayloadError as error:
         body.fail(_malformed_body(error))
     except ConnectionError:
         return  # the client disconnected; the request is cancelled where its response is awaited
 
 
-async def _wait_for_room(request: web.BaseRequest, body: RequestBody) -> None:
+async def _wait_for_memory(request: web.BaseRequest, body: RequestBody) -> None:
     """Wait for capacity. Nothing is read meanwhile, so the socket is polled for a disconnect."""
     while True:
         try:

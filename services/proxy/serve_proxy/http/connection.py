@@ -31,7 +31,7 @@ from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_pr
 from serve_proxy.http.fast_path import FastPathRequest
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import SERVER_NAME, problem_response
-from serve_proxy.shell.access_log import AccessLog
+from serve_proxy.shell.request_observers import AccessLog
 
 _REASON_LENGTH_MAX = 200
 
@@ -97,7 +97,7 @@ class ConnectionOwner(Protocol):
         ...
 
     async def respond(
-        self, request: web.BaseRequest, call: Call, answer: Response, request_id: str
+        self, request: web.BaseRequest, call: Call, upstream: Response, request_id: str
     ) -> web.StreamResponse:
         """Write a replica's response to the client. Raises `ResponseUnusable`."""
         ...
@@ -113,7 +113,7 @@ class HttpConnection(web.RequestHandler):
 
     __slots__ = (
         "_drop_bytes_left",
-        "_fast",
+        "_fast_path",
         "_head_timer",
         "_http",
         "_last_bytes",
@@ -127,7 +127,7 @@ class HttpConnection(web.RequestHandler):
     def __init__(self, manager: web.Server, owner: ConnectionOwner, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._http = owner
-        self._fast: FastPathRequest | None = None
+        self._fast_path: FastPathRequest | None = None
         """The request on the fast path that is in flight."""
         self._stream_task: OwnedTask | None = None
         self._peer = ""
@@ -176,14 +176,14 @@ class HttpConnection(web.RequestHandler):
             len(messages) == 1
             and is_understood
             and not upgraded
-            and self._fast is None
+            and self._fast_path is None
             and not self._paused
             and not self._messages
             and waiter is not None
             and not waiter.done()
             and not self._unparsed
             and (
-                self._start_fast(message, payload)
+                self._start_fast_path(message, payload)
                 if payload.is_eof()
                 else self._http.refuse_full(self, message, payload)
             )
@@ -197,7 +197,7 @@ class HttpConnection(web.RequestHandler):
             # may hold a valid request before an invalid one.
             self._reading_paused = True
             self._pause_transport_reading()
-        if self._fast is None:
+        if self._fast_path is None:
             self._wake()
         if not self._buffer_paused and len(self._messages) >= self._max_msg_queue_size:
             self._pause_reading_for_buffer()
@@ -257,25 +257,25 @@ class HttpConnection(web.RequestHandler):
         start_at = (last + data[: len(_HEAD_END) - 1]).find(_HEAD_END)
         return start_at + len(_HEAD_END) - len(last) if start_at >= 0 else 0
 
-    def finish_fast_path(self, answer: bytes, *, closes: bool) -> None:
+    def finish_fast_path(self, data: bytes, *, closes: bool) -> None:
         """Write the complete response, and go on with the requests behind it."""
-        self._fast = None
+        self._fast_path = None
         self._http.in_flight -= 1
         transport = self.transport
         if transport is None:
             return
-        transport.write(answer)
-        self._after_fast(closes=closes)
+        transport.write(data)
+        self._after_fast_path(closes=closes)
 
-    def refuse_fast_path(self, answer: bytes) -> None:
+    def refuse_fast_path(self, data: bytes) -> None:
         """Write the complete response to a request whose body is not read, and discard the rest."""
         if self.transport is not None:
-            self.transport.write(answer)
+            self.transport.write(data)
             self.drop_rest()
 
-    def stream_fast_path(self, exchange: FastPathRequest, call: Call, answer: Response) -> None:
+    def stream_fast_path(self, exchange: FastPathRequest, call: Call, upstream: Response) -> None:
         """Write a streamed response in a task."""
-        self._stream_task = self._http.tasks.start(self._stream(exchange, call, answer), name="stream")
+        self._stream_task = self._http.tasks.start(self._stream(exchange, call, upstream), name="stream")
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client disconnected: its request is cancelled."""
@@ -285,27 +285,27 @@ class HttpConnection(web.RequestHandler):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
-        fast, self._fast = self._fast, None
-        if fast is not None:
+        fast_path, self._fast_path = self._fast_path, None
+        if fast_path is not None:
             self._http.in_flight -= 1
-            fast.client_gone()
+            fast_path.client_gone()
             if self._stream_task is not None:
                 self._stream_task.cancel()
         super().connection_lost(exc)
 
-    def _start_fast(self, message: RawRequestMessage, payload: StreamReader) -> bool:
+    def _start_fast_path(self, message: RawRequestMessage, payload: StreamReader) -> bool:
         exchange = self._http.try_fast_path(self, message, payload)
         if exchange is None:
             return False
         self._request_count += 1
         if self._parser is not None:
             self._parser.message_consumed()
-        self._fast = exchange
+        self._fast_path = exchange
         self._http.in_flight += 1
-        exchange.begin(self._http.requests)
+        exchange.start(self._http.requests)
         return True
 
-    def _after_fast(self, *, closes: bool) -> None:
+    def _after_fast_path(self, *, closes: bool) -> None:
         if closes:
             self.close()
             if self.transport is not None:
@@ -319,7 +319,7 @@ class HttpConnection(web.RequestHandler):
         if self._messages:
             self._wake()
 
-    async def _stream(self, exchange: FastPathRequest, call: Call, answer: Response) -> None:
+    async def _stream(self, exchange: FastPathRequest, call: Call, upstream: Response) -> None:
         """Write a streamed response as the regular path does."""
         closes, status = True, CLIENT_GONE
         try:
@@ -327,7 +327,7 @@ class HttpConnection(web.RequestHandler):
             assert task is not None
             writer = StreamWriter(self, self._loop)
             request = web.BaseRequest(exchange.message, exchange.payload, self, writer, task, self._loop)
-            response = await self._http.respond(request, call, answer, exchange.request_id)
+            response = await self._http.respond(request, call, upstream, exchange.request_id)
             status = response.status
             if not response.prepared:  # it has no body, and its caller must write it
                 response.headers["Server"] = SERVER_NAME
@@ -335,18 +335,18 @@ class HttpConnection(web.RequestHandler):
                 await response.write_eof()
             closes = not response.keep_alive
         except ServeError as error:  # before it has started
-            if self._fast is exchange:
+            if self._fast_path is exchange:
                 exchange.fail(error)
         except ConnectionError as error:
             # The client disconnected, or the response broke off and the connection was closed.
             _log.debug("stream_ended_early", request_id=exchange.request_id, reason=str(error))
         finally:
             self._stream_task = None
-            if self._fast is exchange:
-                self._fast = None
+            if self._fast_path is exchange:
+                self._fast_path = None
                 self._http.in_flight -= 1
                 exchange.count(status)
-                self._after_fast(closes=closes)
+                self._after_fast_path(closes=closes)
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -358,7 +358,7 @@ class HttpConnection(web.RequestHandler):
     def _process_keepalive(self) -> None:
         # aiohttp's task waits, but the connection is not idle; or is no longer, because after the loop was blocked
         # timers run before the bytes that arrived meanwhile are read.
-        if self._fast is not None or self._has_unread():
+        if self._fast_path is not None or self._has_unread():
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
             return
         super()._process_keepalive()
@@ -371,7 +371,7 @@ class HttpConnection(web.RequestHandler):
     def _time_out_head(self) -> None:
         """Time out a head that arrives too slowly; requests before it are answered first."""
         self._head_timer = None
-        if self._fast is not None or self._request_in_progress or self._messages:
+        if self._fast_path is not None or self._request_in_progress or self._messages:
             self._start_head_timer()
             return
         error = HeadTooSlow("the head of the request did not come in time")
@@ -423,7 +423,13 @@ class HttpConnection(web.RequestHandler):
     def close_if_idle(self) -> None:
         """Close the connection if no request is in flight or unread: closing would reset that one."""
         transport, waiter = self.transport, self._waiter
-        if transport is None or waiter is None or waiter.done() or self._messages or self._fast is not None:
+        if (
+            transport is None
+            or waiter is None
+            or waiter.done()
+            or self._messages
+            or self._fast_path is not None
+        ):
             return
         if not self._has_unread():
             self.force_close()
@@ -452,9 +458,9 @@ class HttpConnection(web.RequestHandler):
         if problem is None:
             _log.error("connection_failed", exc_info=exc)
             problem = Problem(status=status, code="internal", message="the proxy failed")
-        elif isinstance(self._http.requests.following, AccessLog):
+        elif isinstance(self._http.requests.observer, AccessLog):
             # The placeholder for the request has neither method nor path.
-            self._http.requests.following.refused("", "", request_id, self.peer, problem)
+            self._http.requests.observer.refused("", "", request_id, self.peer, problem)
         response = problem_response(problem, request_id)
         response.headers["Server"] = SERVER_NAME
         response.force_close()

@@ -34,9 +34,8 @@ from serve_proxy.http.middlewares import MiddlewareRequestState
 from serve_proxy.http.request_heads import get_authority, get_peer, get_scheme, is_socket_wanted
 from serve_proxy.http.responses import problem_response, respond, whole_bytes
 from serve_proxy.http.websockets import HttpSockets
-from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.ingress import Ingress
-from serve_proxy.shell.request_traces import RequestTraces
+from serve_proxy.shell.request_observers import AccessLog, RequestTraces
 
 _WEBSOCKET: Final = RequestKind.WEBSOCKET
 _DEFAULT_SHARD_KEY: Final = EndpointOptions().shard_key_header
@@ -83,7 +82,7 @@ def build_request_spec(
     upload = None
     if isinstance(body, RequestBody):
         upload, body = body, b""
-    ask = RequestSpec(
+    spec = RequestSpec(
         endpoint=endpoint,
         kind=kind,
         method=method,
@@ -103,11 +102,11 @@ def build_request_spec(
         is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
         deadline=deadline,
     )
-    follower = headers.follower
-    if follower is None:
-        return ask
-    follower.asks(ask)
-    return msgspec.structs.replace(ask, trace=follower)
+    observer = headers.observer
+    if observer is None:
+        return spec
+    observer.on_request(spec)
+    return msgspec.structs.replace(spec, trace=observer)
 
 
 _log = structlog.get_logger(__name__)
@@ -126,8 +125,8 @@ class _RequestState:
         "problem",
         "query",
         "request_id",
+        "stats",
         "status",
-        "tally",
     )
 
     def __init__(
@@ -136,7 +135,7 @@ class _RequestState:
         query: str,
         options: HttpOptions,
         exchange: MiddlewareRequestState | None,
-        tally: RequestStats,
+        stats: RequestStats,
     ) -> None:
         self.path = path
         self.query = query
@@ -144,7 +143,7 @@ class _RequestState:
         self.exchange = exchange
         self.request_id = ""
         self.deadline = 0.0
-        self.tally = tally
+        self.stats = stats
         self.status = CLIENT_GONE
         self.ended = 0.0
         """When it counts as ended, if before its actual end, by time.perf_counter; 0 otherwise."""
@@ -162,7 +161,7 @@ class EndpointHandler:
         self._new_request_id = new_request_id
         self._forwarded_hops = forwarded_hops
         self._now = asyncio.get_running_loop().time
-        self._room = ingress.room
+        self._memory = ingress.memory
         self._tasks = TaskOwner("uploads")
 
     async def close(self, timeout_s: float) -> None:
@@ -170,20 +169,20 @@ class EndpointHandler:
         await self.sockets.close(timeout_s)
         await self._tasks.close(timeout_s)
 
-    async def answer(
+    async def handle(
         self,
         request: web.BaseRequest,
         path: str,
         query: str,
         options: HttpOptions,
         *,
-        following: RequestTraces | AccessLog | None,
+        observer: RequestTraces | AccessLog | None,
         exchange: MiddlewareRequestState | None,
     ) -> web.StreamResponse:
         """The response of the endpoint for ``path``.
 
         With an ``exchange``, its creator counts and observes the request; otherwise it is counted here, and observed by
-        ``following``.
+        ``observer``.
         """
         started_at = time.perf_counter()  # the loop's own time stands still within an iteration
         headers = self._read_headers(request, is_checked=exchange is not None)
@@ -191,9 +190,9 @@ class EndpointHandler:
         if exchange is None:
             state.request_id = headers.request_id or self._new_request_id()
             state.deadline = self._now() + options.request_timeout_s
-            if following is not None:
+            if observer is not None:
                 scheme, peer = get_scheme(request), get_peer(request)
-                following.begin(
+                observer.start(
                     headers,
                     request.method,
                     path,
@@ -204,11 +203,11 @@ class EndpointHandler:
                 )
         else:
             state.request_id, state.deadline = exchange.request_id, exchange.deadline
-            headers.follower = exchange.follower
+            headers.observer = exchange.observer
             headers.traceparent = exchange.traceparent or headers.traceparent
         response: web.StreamResponse | None = None
         try:
-            response = await self._answer_endpoint(request, headers, state)
+            response = await self._handle_endpoint(request, headers, state)
         except ServeError as error:
             problem = state.problem = build_problem(error)
             state.status = problem.status
@@ -227,11 +226,11 @@ class EndpointHandler:
         finally:
             if exchange is None:
                 ended = state.ended or time.perf_counter()
-                state.tally.add(request.method, state.status, ended - started_at)
-                if headers.follower is not None:
-                    headers.follower.ended(state.status, state.problem, whole_bytes(request, response))
+                state.stats.add(request.method, state.status, ended - started_at)
+                if headers.observer is not None:
+                    headers.observer.ended(state.status, state.problem, whole_bytes(request, response))
             else:
-                exchange.tally = state.tally
+                exchange.stats = state.stats
                 exchange.problem = state.problem
         return response
 
@@ -245,24 +244,24 @@ class EndpointHandler:
             use_host(headers, authority)
         return headers
 
-    async def _answer_endpoint(
+    async def _handle_endpoint(
         self, request: web.BaseRequest, headers: RequestHeaders, state: _RequestState
     ) -> web.StreamResponse:
         method, options = request.method, state.options
         endpoint = self._ingress.admit(method, state.path)
-        state.tally = endpoint.tally
+        state.stats = endpoint.stats
         if not request.body_exists:
-            return await self._answer_admitted(request, headers, state, endpoint)
+            return await self._handle_admitted(request, headers, state, endpoint)
         check_announced(request, options.body_bytes_max)
         need_bytes = body_need(request.content, request.content_length, is_copied=bool(endpoint.shadows))
-        if not self._room.admit(need_bytes):
+        if not self._memory.admit(need_bytes):
             raise BodiesFull
         try:
-            return await self._answer_admitted(request, headers, state, endpoint)
+            return await self._handle_admitted(request, headers, state, endpoint)
         finally:
-            self._room.leave(need_bytes)
+            self._memory.leave(need_bytes)
 
-    async def _answer_admitted(
+    async def _handle_admitted(
         self, request: web.BaseRequest, headers: RequestHeaders, state: _RequestState, endpoint: Endpoint
     ) -> web.StreamResponse:
         """Respond to a request whose body, if it has one, was admitted."""
@@ -276,11 +275,11 @@ class EndpointHandler:
                 request,
                 options,
                 state.deadline,
-                self._room,
+                self._memory,
                 is_welcomed=state.exchange is not None,
                 is_copied=bool(endpoint.shadows),
             )
-        ask = build_request_spec(
+        spec = build_request_spec(
             endpoint,
             headers,
             method=method,
@@ -294,27 +293,27 @@ class EndpointHandler:
             scheme=get_scheme(request),
             kind=RequestKind.WEBSOCKET if is_socket else RequestKind.HTTP,
         )
-        if ask.upload is None:
-            return await self._forward(request, ask, state)
-        feeder = self._tasks.start(feed_body(request, ask.upload, options, self._room), name="upload")
+        if spec.upload is None:
+            return await self._forward(request, spec, state)
+        feeder = self._tasks.start(feed_body(request, spec.upload, options, self._memory), name="upload")
         try:
-            return await self._forward(request, ask, state)
+            return await self._forward(request, spec, state)
         finally:
             feeder.cancel()
 
     async def _forward(
-        self, request: web.BaseRequest, ask: RequestSpec, state: _RequestState
+        self, request: web.BaseRequest, spec: RequestSpec, state: _RequestState
     ) -> web.StreamResponse:
         """Dispatch the request, and write the response."""
-        call, answer = await self._ingress.ask(ask)
-        state.status = answer.status
+        call, upstream = await self._ingress.send(spec)
+        state.status = upstream.status
         if state.exchange is not None:
-            state.exchange.begun()
+            state.exchange.started()
         rate_min = state.options.body_rate_min
-        if answer.socket is None:
-            return await respond(self._ingress, request, call, answer, ask.request_id, rate_min=rate_min)
+        if upstream.socket is None:
+            return await respond(self._ingress, request, call, upstream, spec.request_id, rate_min=rate_min)
         state.ended = time.perf_counter()  # the lifetime of a socket is not a request's duration
         try:
-            return await self.sockets.serve(request, ask, answer, answer.socket, rate_min)
+            return await self.sockets.serve(request, spec, upstream, upstream.socket, rate_min)
         finally:
             self._ingress.abandon(call)

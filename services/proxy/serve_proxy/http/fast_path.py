@@ -55,15 +55,15 @@ class Connection(Protocol):
         """Address of the client as ``host:port``."""
         ...
 
-    def finish_fast_path(self, answer: bytes, *, closes: bool) -> None:
+    def finish_fast_path(self, data: bytes, *, closes: bool) -> None:
         """Write the complete response, and go on with the requests behind it."""
         ...
 
-    def refuse_fast_path(self, answer: bytes) -> None:
+    def refuse_fast_path(self, data: bytes) -> None:
         """Write the complete response to a request whose body is still arriving, and read no further request."""
         ...
 
-    def stream_fast_path(self, exchange: FastPathRequest, call: Call, answer: Response) -> None:
+    def stream_fast_path(self, exchange: FastPathRequest, call: Call, upstream: Response) -> None:
         """Write a streamed response; the exchange is notified when it has ended."""
         ...
 
@@ -80,7 +80,7 @@ class FastPathRequest:
         "_is_refused",
         "_need_bytes",
         "_started_at",
-        "_tally",
+        "_stats",
         "call",
         "message",
         "payload",
@@ -110,9 +110,9 @@ class FastPathRequest:
         self._headers = headers
         self._ingress = ingress
         self._started_at = time.perf_counter()  # the loop's own time stands still within an iteration
-        self._tally = ingress.routes.unmatched
+        self._stats = ingress.routes.unmatched
 
-    def begin(self, requests: HttpRequests) -> None:
+    def start(self, requests: HttpRequests) -> None:
         """Dispatch the request; the response may be written before this returns."""
         path, _, query = self.message.path.partition("?")
         body = self.payload.read_nowait()
@@ -121,13 +121,13 @@ class FastPathRequest:
         self._attach_observer(requests, path)
         try:
             endpoint = self._ingress.admit(message.method, path)
-            self._tally = endpoint.tally
+            self._stats = endpoint.stats
             if len(body) >= COUNTED_BYTES_MIN:
-                if not self._ingress.room.admit(len(body)):
+                if not self._ingress.memory.admit(len(body)):
                     raise BodiesFull  # noqa: TRY301 - handled like what `admit` and `build_request_spec` raise
                 self._need_bytes = len(body)
             now = requests.now()
-            ask = build_request_spec(
+            spec = build_request_spec(
                 endpoint,
                 read,
                 method=message.method,
@@ -147,23 +147,23 @@ class FastPathRequest:
             reason = f"the proxy failed: {type(error).__name__}"
             self._finish_problem(Problem(status=500, code="internal", message=reason))
             return
-        call = self._ingress.begin(ask, self._on_response, self._on_error)
+        call = self._ingress.start(spec, self._on_response, self._on_error)
         if not self._is_done:
             self.call = call
 
-    def refuse(self, requests: HttpRequests, tally: RequestStats, error: ServeError) -> None:
-        """Respond with ``error`` before the body has arrived; it is counted in ``tally``."""
+    def refuse(self, requests: HttpRequests, stats: RequestStats, error: ServeError) -> None:
+        """Respond with ``error`` before the body has arrived; it is counted in ``stats``."""
         self._attach_observer(requests, self.message.path.partition("?")[0])
-        self._tally = tally
+        self._stats = stats
         self._is_refused = True
         self.fail(error)
 
     def _attach_observer(self, requests: HttpRequests, path: str) -> None:
         read, message = self._headers, self.message
         self.request_id = read.request_id or requests.new_request_id()
-        if requests.following is not None:
+        if requests.observer is not None:
             peer = self._connection.peer
-            requests.following.begin(
+            requests.observer.start(
                 read, message.method, path, "http", self.request_id, peer=peer, body=self.payload
             )
 
@@ -179,18 +179,18 @@ class FastPathRequest:
         self.call = None
         self._is_done = True
         if self._need_bytes:
-            self._ingress.room.leave(self._need_bytes)
+            self._ingress.memory.leave(self._need_bytes)
             self._need_bytes = 0
-        self._tally.add(self.message.method, status, time.perf_counter() - self._started_at)
-        if self._headers.follower is not None:
-            self._headers.follower.ended(status, None, len(sent))
+        self._stats.add(self.message.method, status, time.perf_counter() - self._started_at)
+        if self._headers.observer is not None:
+            self._headers.observer.ended(status, None, len(sent))
 
-    def _on_response(self, call: Call, answer: Response) -> None:
-        if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
-            self._connection.stream_fast_path(self, call, answer)
+    def _on_response(self, call: Call, upstream: Response) -> None:
+        if upstream.stream is not None or len(upstream.body) > WATCHED_BYTES_MIN:
+            self._connection.stream_fast_path(self, call, upstream)
             return
-        status = answer.status
-        headers = tuple(answer.headers)
+        status = upstream.status
+        headers = tuple(upstream.headers)
         try:
             if len(headers) <= _CACHED_HEADERS_MAX:
                 head, is_bodiless = _response_head(status, headers)
@@ -202,7 +202,7 @@ class FastPathRequest:
         if is_bodiless:
             self._finish(status, head, b"", b"")
         else:
-            body = answer.body
+            body = upstream.body
             self._finish(status, head, b"%d" % len(body), body)
 
     def _on_error(self, _call: Call, error: ServeError) -> None:
@@ -215,15 +215,15 @@ class FastPathRequest:
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
         head = _status_line(problem.status) + lines + b"content-length: "
-        if self._headers.follower is not None:
-            self._headers.follower.ended(problem.status, problem, len(body))
+        if self._headers.observer is not None:
+            self._headers.observer.ended(problem.status, problem, len(body))
         self._finish(problem.status, head, b"%d" % len(body), body)
 
     def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
         """``head`` ends where the length belongs, or, for a response without one, with its last header."""
         self.count(status, body)
         closes = self._is_refused or self._ingress.is_draining
-        answer = b"".join(
+        data = b"".join(
             (
                 head,
                 length,
@@ -235,9 +235,9 @@ class FastPathRequest:
             )
         )
         if self._is_refused:
-            self._connection.refuse_fast_path(answer)
+            self._connection.refuse_fast_path(data)
         else:
-            self._connection.finish_fast_path(answer, closes=closes)
+            self._connection.finish_fast_path(data, closes=closes)
 
 
 def refuse_full(
@@ -252,8 +252,8 @@ def refuse_full(
     Those take the regular path, which admits them. It refuses too, but only once its tasks have run, and until then
     buffers the bytes received: with hundreds of uploads at once there is neither the time nor the memory for that.
     """
-    room = ingress.room
-    if room.admits(COPIED_BYTES_MAX):  # more than any body needs
+    memory = ingress.memory
+    if memory.admits(COPIED_BYTES_MAX):  # more than any body needs
         return False
     announced = None if message.chunked else int(message.headers.get(hdrs.CONTENT_LENGTH, 0))
     if announced is not None and announced > requests.options.body_bytes_max:
@@ -263,13 +263,13 @@ def refuse_full(
     except ServeError:
         return False
     need_bytes = body_need(payload, announced, is_copied=bool(endpoint.shadows))
-    if room.admits(need_bytes):
+    if memory.admits(need_bytes):
         return False
     exchange = try_fast_path(connection, requests, ingress, message, payload)
     if exchange is None:
         return False
-    room.admit(need_bytes)  # which counts the refusal
-    exchange.refuse(requests, endpoint.tally, BodiesFull())
+    memory.admit(need_bytes)  # which counts the refusal
+    exchange.refuse(requests, endpoint.stats, BodiesFull())
     return True
 
 
@@ -280,7 +280,7 @@ def try_fast_path(
     message: RawRequestMessage,
     payload: StreamReader,
 ) -> FastPathRequest | None:
-    """The exchange, for `begin` or `refuse`, when ``message`` may take the fast path; otherwise None."""
+    """The exchange, for `start` or `refuse`, when ``message`` may take the fast path; otherwise None."""
     if (
         requests.has_middlewares
         or payload.total_bytes > requests.options.body_bytes_max

@@ -121,24 +121,24 @@ _MIDDLEWARE_GRACE_S: Final = 0.5
 class MiddlewareRequestState:
     """State of one request across its middlewares."""
 
-    __slots__ = ("_scope", "client", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
+    __slots__ = ("_scope", "client", "deadline", "observer", "problem", "request_id", "stats", "traceparent")
 
-    def __init__(self, request_id: str, deadline: float, tally: RequestStats, client: str) -> None:
+    def __init__(self, request_id: str, deadline: float, stats: RequestStats, client: str) -> None:
         self.request_id = request_id
         self.deadline = deadline
-        self.tally = tally
+        self.stats = stats
         """The statistics that count it; its endpoint's once that is known."""
         self.client: Final = client
         """The client as ``host:port``, as forwarded by trusted proxies."""
         self.problem: Problem | None = None
         """The error response, when this process failed the request."""
-        self.follower: ObservedRequest | None = None
+        self.observer: ObservedRequest | None = None
         """The observer of the request; None when it is not observed."""
         self.traceparent = ""
         """The traceparent for replicas; empty when tracing was not decided here."""
         self._scope = asyncio.timeout_at(deadline + _MIDDLEWARE_GRACE_S)
 
-    def begun(self) -> None:
+    def started(self) -> None:
         """Called when the response starts: from now on no deadline applies."""
         if not self._scope.expired():
             self._scope.reschedule(None)
@@ -169,10 +169,10 @@ class MiddlewareRequestState:
                 raise TypeError(f"a middleware returned {type(response).__name__}, no response")  # noqa: TRY301 - a failure like what it raises
             if request.writer.output_size > 0 and not response.prepared:
                 raise RuntimeError("a middleware returned a response after another one had begun")  # noqa: TRY301 - as above
-        except web.HTTPException as answer:
+        except web.HTTPException as response:
             if request.writer.output_size == 0:
-                return as_response(answer)
-            return self._fail(request, answer, is_late=False)
+                return as_response(response)
+            return self._fail(request, response, is_late=False)
         except Exception as error:
             transport = request.transport
             if isinstance(error, ConnectionError) and (transport is None or transport.is_closing()):

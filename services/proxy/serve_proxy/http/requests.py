@@ -27,9 +27,8 @@ from serve_proxy.http.endpoint import EndpointHandler
 from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareRequestState, compose
 from serve_proxy.http.request_heads import check_head, get_peer, get_scheme, get_target
 from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
-from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.ingress import Ingress
-from serve_proxy.shell.request_traces import RequestTraces
+from serve_proxy.shell.request_observers import AccessLog, RequestTraces
 
 OWN_PREFIX: Final = "/-/"
 ROUTES_PATH: Final = "/-/routes"
@@ -69,7 +68,7 @@ class HttpRequests:
         """``traces`` is None if tracing is off; ``log_request`` receives the access log's lines, if there is one."""
         self.options = options
         """The options for requests that arrive now."""
-        self.following: RequestTraces | AccessLog | None = None
+        self.observer: RequestTraces | AccessLog | None = None
         """Attaches observers to requests that arrive now; None when they are not observed."""
         self.new_request_id: Final = new_request_id
         self.now: Final = asyncio.get_running_loop().time
@@ -103,15 +102,15 @@ class HttpRequests:
             if path.startswith(OWN_PREFIX):
                 request_id = self.new_request_id() if exchange is None else exchange.request_id
                 return serve_internal_path(self._ingress, request.method, path, request_id)
-            return await self._endpoints.answer(
-                request, path, query, options, following=self.following, exchange=exchange
+            return await self._endpoints.handle(
+                request, path, query, options, observer=self.observer, exchange=exchange
             )
 
         self.options = options
         self._chain = compose(middlewares, innermost) if middlewares else None
-        self.following = self._traces
+        self.observer = self._traces
         if options.access_log and self._access_log is not None:
-            self.following = self._access_log
+            self.observer = self._access_log
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Respond to one request."""
@@ -131,11 +130,11 @@ class HttpRequests:
                 await self._ingress.wait_open()
             options, chain = self.options, self._chain
             if chain is None:
-                response = await self._endpoints.answer(
-                    request, path, query, options, following=self.following, exchange=None
+                response = await self._endpoints.handle(
+                    request, path, query, options, observer=self.observer, exchange=None
                 )
             else:
-                response = await self._answer_with_middlewares(chain, request, options)
+                response = await self._handle_with_middlewares(chain, request, options)
         if not response.prepared:
             response.headers["Server"] = SERVER_NAME
             if self._ingress.is_draining or (request.body_exists and is_mostly_unread(request)):
@@ -146,9 +145,9 @@ class HttpRequests:
         """Respond to an invalid request, and close its connection."""
         self._ingress.routes.unmatched.add(request.method, problem.status, 0.0)
         request_id = self.new_request_id()
-        if isinstance(self.following, AccessLog):
+        if isinstance(self.observer, AccessLog):
             path = get_target(request).partition("?")[0]
-            self.following.refused(request.method, path, request_id, get_peer(request), problem)
+            self.observer.refused(request.method, path, request_id, get_peer(request), problem)
         response = problem_response(problem, request_id)
         response.headers["Server"] = SERVER_NAME
         response.force_close()
@@ -156,7 +155,7 @@ class HttpRequests:
 
     # -- with middlewares --
 
-    async def _answer_with_middlewares(
+    async def _handle_with_middlewares(
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions
     ) -> web.StreamResponse:
         started_at = time.perf_counter()
@@ -165,23 +164,23 @@ class HttpRequests:
         deadline = self.now() + options.request_timeout_s
         client = get_client(read.forwarded_for, get_peer(request))
         exchange = MiddlewareRequestState(request_id, deadline, self._ingress.routes.unmatched, client)
-        if self.following is not None:
+        if self.observer is not None:
             path = get_target(request).partition("?")[0]
             scheme, peer = get_scheme(request), get_peer(request)
-            self.following.begin(
+            self.observer.start(
                 read, request.method, path, scheme, request_id, peer=peer, body=request.content
             )
-            exchange.follower, exchange.traceparent = read.follower, read.traceparent
+            exchange.observer, exchange.traceparent = read.observer, read.traceparent
         status, sent_bytes = CLIENT_GONE, 0
         try:
             response = await exchange.run(chain, request, options, self.forwarded_hops)
             if not response.prepared:
                 response.headers[REQUEST_ID] = request_id
             status = response.status
-            if exchange.follower is not None:
+            if exchange.observer is not None:
                 sent_bytes = whole_bytes(request, response)
             return response
         finally:
-            exchange.tally.add(request.method, status, time.perf_counter() - started_at)
-            if exchange.follower is not None:
-                exchange.follower.ended(status, exchange.problem, sent_bytes)
+            exchange.stats.add(request.method, status, time.perf_counter() - started_at)
+            if exchange.observer is not None:
+                exchange.observer.ended(status, exchange.problem, sent_bytes)

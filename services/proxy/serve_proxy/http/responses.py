@@ -22,8 +22,8 @@ from serve_proxy.core.headers import REQUEST_ID, as_bytes, decode_headers_exact,
 from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
 from serve_proxy.core.problems import Problem, encode_problem
 from serve_proxy.http.bodies import MinRateGuard
-from serve_proxy.shell.access_log import LoggedRequest
 from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_observers import LoggedRequest
 
 _log = structlog.get_logger(__name__)
 
@@ -77,7 +77,7 @@ async def respond(
     ingress: Ingress,
     request: web.BaseRequest,
     call: Call,
-    answer: Response,
+    upstream: Response,
     request_id: str,
     *,
     rate_min: int = 0,
@@ -88,40 +88,40 @@ async def respond(
     anything is written.
     """
     try:
-        forwarded, content_length = read_response_head(answer.status, answer.headers)
+        forwarded, content_length = read_response_head(upstream.status, upstream.headers)
     except ValueError as error:
         ingress.abandon(call)
         raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
     headers = CIMultiDict(decode_headers_exact(forwarded))
     headers[REQUEST_ID] = request_id
-    if request.method == "HEAD" or answer.status in (204, 304):
+    if request.method == "HEAD" or upstream.status in (204, 304):
         ingress.abandon(call)
-        if request.method == "HEAD" and content_length is None and answer.stream is None and answer.body:
-            content_length = len(answer.body)
-        if content_length is not None and answer.status != 204:
+        if request.method == "HEAD" and content_length is None and upstream.stream is None and upstream.body:
+            content_length = len(upstream.body)
+        if content_length is not None and upstream.status != 204:
             headers["Content-Length"] = str(content_length)
-        return _WholeResponse(status=answer.status, headers=headers)
-    if answer.stream is None and len(answer.body) <= WATCHED_BYTES_MIN:
-        return _WholeResponse(status=answer.status, headers=headers, body=bytes(answer.body))
-    response = _StreamedResponse(status=answer.status, headers=headers)
-    response.content_length = content_length if answer.stream is not None else len(answer.body)
+        return _WholeResponse(status=upstream.status, headers=headers)
+    if upstream.stream is None and len(upstream.body) <= WATCHED_BYTES_MIN:
+        return _WholeResponse(status=upstream.status, headers=headers, body=bytes(upstream.body))
+    response = _StreamedResponse(status=upstream.status, headers=headers)
+    response.content_length = content_length if upstream.stream is not None else len(upstream.body)
     response.headers["Server"] = SERVER_NAME
     if ingress.is_draining:
         response.force_close()
     try:
         await response.prepare(request)
         progress = _Progress(request)
-        observer = call.ask.trace
+        observer = call.spec.trace
         if isinstance(observer, LoggedRequest):
-            observer.sends(progress, is_stream=answer.stream is not None)
+            observer.sends(progress, is_stream=upstream.stream is not None)
         with MinRateGuard(
             rate_min, progress.taken_bytes, partial(_disconnect_slow_client, request, request_id, progress)
         ):
-            if answer.stream is None:
-                progress.written_bytes = len(answer.body)
-                await response.write(answer.body)
+            if upstream.stream is None:
+                progress.written_bytes = len(upstream.body)
+                await response.write(upstream.body)
             else:
-                await _stream(request, response, answer.stream, response.content_length, progress)
+                await _stream(request, response, upstream.stream, response.content_length, progress)
             await response.write_eof()
     finally:
         ingress.abandon(call)
@@ -202,12 +202,12 @@ def problem_lines(problem: Problem, request_id: str) -> tuple[bytes, bytes]:
     return f"{lines}content-type: {PROBLEM_TYPE}\r\n".encode(), encode_problem(problem, request_id)
 
 
-def as_response(answer: web.HTTPException) -> web.Response:
+def as_response(upstream: web.HTTPException) -> web.Response:
     """The response that a middleware raised as an exception."""
-    headers = CIMultiDict(answer.headers)
+    headers = CIMultiDict(upstream.headers)
     headers.popall("Content-Length", None)
     response = web.Response(
-        status=answer.status, reason=answer.reason, headers=headers, body=answer.body or answer.text
+        status=upstream.status, reason=upstream.reason, headers=headers, body=upstream.body or upstream.text
     )
-    response.cookies.update(answer.cookies)
+    response.cookies.update(upstream.cookies)
     return response

@@ -174,11 +174,11 @@ class HttpServer:
         return refuse_full(connection, self.requests, self._ingress, message, payload)
 
     async def respond(
-        self, request: web.BaseRequest, call: Call, answer: Response, request_id: str
+        self, request: web.BaseRequest, call: Call, upstream: Response, request_id: str
     ) -> web.StreamResponse:
         """Write a replica's response to the client. Raises `ResponseUnusable`."""
         rate_min = self.requests.options.body_rate_min
-        return await respond(self._ingress, request, call, answer, request_id, rate_min=rate_min)
+        return await respond(self._ingress, request, call, upstream, request_id, rate_min=rate_min)
 
     def _accept(self) -> web.RequestHandler:
         """The protocol of a connection that the loop has accepted; further pending connections are accepted too.

@@ -26,8 +26,8 @@ from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
 from serve_proxy.core.problems import ProxyDraining, UpgradeRefused
 from serve_proxy.http.bodies import MinRateGuard
 from serve_proxy.http.responses import READS_TOO_SLOWLY, SERVER_NAME
-from serve_proxy.shell.access_log import LoggedRequest
 from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_observers import LoggedRequest
 
 _log = structlog.get_logger(__name__)
 # It warns of every client that offers protocols to an application that wants none.
@@ -101,25 +101,25 @@ class HttpSockets:
     async def serve(
         self,
         request: web.BaseRequest,
-        ask: RequestSpec,
-        answer: Response,
+        spec: RequestSpec,
+        upstream: Response,
         socket: ReplicaSocket,
         rate_min: int,
     ) -> web.StreamResponse:
         """Answer the handshake, and forward messages until one side closes. Raises `ResponseUnusable` before that."""
-        response = _accept(request, answer, ask.request_id)
+        response = _accept(request, upstream, spec.request_id)
         self._open.add(socket)
         try:
             await response.prepare(request)
-            if isinstance(ask.trace, LoggedRequest):
-                ask.trace.talks(response)
+            if isinstance(spec.trace, LoggedRequest):
+                spec.trace.talks(response)
             if self._is_leaving:
                 _close(socket, GOING_AWAY, "this proxy is shutting down")
-            reading = self._tasks.start(_from_client(response, socket), name="socket")
+            reader = self._tasks.start(_from_client(response, socket), name="socket")
             try:
-                await self._to_client(request, response, socket, ask.request_id, rate_min)
+                await self._to_client(request, response, socket, spec.request_id, rate_min)
             finally:
-                reading.cancel()
+                reader.cancel()
         finally:
             self._open.discard(socket)
         return response
@@ -162,7 +162,7 @@ class HttpSockets:
             except ServeError as error:
                 _log.info("socket_failed", request_id=request_id, reason=str(error))
                 response.failure = response.failure or get_error_type(error)
-                event = SocketClosed(self._code_of(error), str(error))
+                event = SocketClosed(self._get_code(error), str(error))
                 _close(socket, event.code, event.reason)  # when the error is on this side
             except (
                 ConnectionError
@@ -175,15 +175,15 @@ class HttpSockets:
             request.protocol.resume_reading(resume_parser=False)
             await asyncio.sleep(LINGER_S)  # ends with the connection
 
-    def _code_of(self, error: ServeError) -> int:
+    def _get_code(self, error: ServeError) -> int:
         if isinstance(error, TransientError):
             return GOING_AWAY if self._ingress.is_draining else TRY_LATER
         return INTERNAL
 
 
-def _accept(request: web.BaseRequest, answer: Response, request_id: str) -> _ClientSocket:
+def _accept(request: web.BaseRequest, upstream: Response, request_id: str) -> _ClientSocket:
     try:
-        headers = as_text(read_response_head(200, answer.headers).forwarded)
+        headers = as_text(read_response_head(200, upstream.headers).forwarded)
     except ValueError as error:
         raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
     protocol = ""

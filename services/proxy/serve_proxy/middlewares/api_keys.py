@@ -54,7 +54,7 @@ class KeyList:
     def __len__(self) -> int:
         return len(self._names)
 
-    def name_of(self, key: bytes) -> str | None:
+    def get_name(self, key: bytes) -> str | None:
         """The name of ``key``; None when it is unknown.
 
         Looked up by a digest keyed with a secret of this process, so that the time to refuse a key does not depend on
@@ -78,16 +78,16 @@ def parse_keys(text: str, field: str) -> KeyList:
     """
     digests: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        tokens = line.partition("#")[0].split()
+        if not tokens:
             continue
         where = f"{field}: line {number}"
-        if len(words) != 2:
-            raise BadField(where, f"has {len(words)} words; write a name and a key")
-        digest = _digest(words[1], where)
+        if len(tokens) != 2:
+            raise BadField(where, f"has {len(tokens)} words; write a name and a key")
+        digest = _digest(tokens[1], where)
         if digest in digests:
             raise BadField(where, f"has the key that {digests[digest]} has too")
-        digests[digest] = check_name(words[0], where)
+        digests[digest] = check_name(tokens[0], where)
         if len(digests) > KEYS_MAX:
             raise BadField(field, f"has more than {KEYS_MAX} keys")
     if not digests:
@@ -212,7 +212,7 @@ class ApiKeyCheck:
                 request, "an API key is needed: Authorization: Bearer <key>, or X-API-Key", _CHALLENGE
             )
         keys = await self._file.keys()
-        known = ((header, name) for header, key in presented if (name := keys.name_of(key)) is not None)
+        known = ((header, name) for header, key in presented if (name := keys.get_name(key)) is not None)
         found = next(known, None)
         if found is None:
             return _refuse(request, "the API key is not known", f'{_CHALLENGE}, error="invalid_token"')

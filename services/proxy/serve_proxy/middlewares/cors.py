@@ -65,9 +65,9 @@ class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
         """True when pages of ``origin`` may call."""
         if self.any_origin or origin in self.origins:
             return True
-        for begin, end in self.wildcards:
-            if origin.startswith(begin) and origin.endswith(end):
-                middle = origin[len(begin) : len(origin) - len(end)]
+        for start, end in self.wildcards:
+            if origin.startswith(start) and origin.endswith(end):
+                middle = origin[len(start) : len(origin) - len(end)]
                 if middle and all(character.isalnum() or character in "-." for character in middle):
                     return True
         return False
@@ -77,7 +77,7 @@ class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
         """True when the response depends on the origin; caches must know."""
         return not self.any_origin
 
-    def answer(self, origin: str) -> Headers:
+    def preflight_headers(self, origin: str) -> Headers:
         """Headers of a response to a page of ``origin``; none when it may not call."""
         headers = self._origin_headers(origin)
         if headers and self.expose_headers:
@@ -201,12 +201,12 @@ def _read_origin(text: str, name: str) -> str:
 
 def _read_wildcard(text: str, name: str) -> tuple[str, str]:
     """Prefix and suffix of ``scheme://*.host[:port]``, which allows all subdomains. Raises `BadField`."""
-    begin, star, end = text.partition("://*.")
+    start, star, end = text.partition("://*.")
     if not star or "*" in end or "." not in end.partition(":")[0]:
         raise BadField(
             name, f"{text[:200]!r}: a * may only stand for hosts below a domain, as in https://*.example.com"
         )
-    scheme, _, host = _read_origin(f"{begin}://{end}", name).partition("://")
+    scheme, _, host = _read_origin(f"{start}://{end}", name).partition("://")
     return f"{scheme}://", f".{host}"
 
 
@@ -230,8 +230,8 @@ class CorsCheck:
         on_response_prepare(request, mark)
         try:
             response = await handler(request)
-        except web.HTTPException as answer:
-            mark(answer)
+        except web.HTTPException as error:
+            mark(error)
             raise
         if not response.prepared:
             mark(response)
@@ -244,7 +244,7 @@ class CorsCheck:
             # The proxy decides who may call: headers set by the application would be duplicates.
             for name in [name for name in response.headers if name.lower().startswith("access-control-")]:
                 response.headers.popall(name, None)
-            response.headers.extend(self._rules.answer(origin))
+            response.headers.extend(self._rules.preflight_headers(origin))
 
     def _preflight(self, request: web.BaseRequest, origin: str) -> web.Response:
         method = request.headers[_REQUESTED_METHOD]

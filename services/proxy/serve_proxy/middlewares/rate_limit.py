@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from serve_common.errors import BadField
+from serve_common.pacing import TokenBucket
 from serve_common.runtime.settings import Environment
 from serve_proxy.core.problems import Problem
 from serve_proxy.http.middlewares import Handler
@@ -39,12 +40,15 @@ class RateRules(msgspec.Struct, frozen=True, kw_only=True):
     """The rate limit of each caller at one proxy process."""
 
     rate_per_s: float
+    """Requests per second."""
     burst: int
+    """Requests that a caller may send at once."""
     by: str
     """What identifies a caller: `BY_KEY`, `BY_ADDRESS` or `BY_HEADER`."""
     header: str = ""
     """The header's name, for `BY_HEADER`."""
     keys_max: int = 10_000
+    """Callers that are remembered; the one that was quiet for longest is forgotten first."""
 
     def key(self, *, api_key_name: str, header_value: str, client: str) -> str:
         """The bucket key of a request; by the address of its ``client`` if the configured property is missing.
@@ -90,11 +94,8 @@ def read_rate_rules(environment: Environment) -> RateRules:
 
 
 @final
-class TokenBuckets:
-    """One bucket of ``burst`` tokens for each key, filled at ``rate_per_s``.
-
-    Why buckets and not windows: a caller that has been quiet may send a burst at once, and no caller can send twice as
-    much around the end of a window.
+class CallerBuckets:
+    """A `TokenBucket` for each key.
 
     Why bounded: callers choose their addresses, and each one costs memory here. The bucket that was unused for longest
     is dropped first: it would have been full again the soonest.
@@ -104,22 +105,21 @@ class TokenBuckets:
         self._rate_per_s = rate_per_s
         self._burst = burst
         self._keys_max = keys_max
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Tokens, and the time of that number; least recently used first."""
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        """The least recently used first."""
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, key: str, now: float) -> float:
         """Take a token from the bucket of ``key``; returns 0, or the seconds until one is available."""
-        tokens, since = self._buckets.get(key, (self._burst, now))
-        tokens = min(self._burst, tokens + max(now - since, 0.0) * self._rate_per_s)
-        wait_s = 0.0 if tokens >= 1 else (1 - tokens) / self._rate_per_s
-        self._buckets[key] = (tokens if wait_s else tokens - 1, now)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = TokenBucket(self._rate_per_s, self._burst)
         self._buckets.move_to_end(key)
         if len(self._buckets) > self._keys_max:
             self._buckets.popitem(last=False)
-        return wait_s
+        return 0.0 if bucket.take(now) else bucket.wait_s(now)
 
 
 @final
@@ -128,7 +128,7 @@ class RateCheck:
 
     def __init__(self, rules: RateRules) -> None:
         self._rules = rules
-        self._buckets = TokenBuckets(rate_per_s=rules.rate_per_s, burst=rules.burst, keys_max=rules.keys_max)
+        self._buckets = CallerBuckets(rate_per_s=rules.rate_per_s, burst=rules.burst, keys_max=rules.keys_max)
 
     async def __call__(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
         """Pass the request on, or respond 429."""

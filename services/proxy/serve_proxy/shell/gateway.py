@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import structlog
 
@@ -13,8 +13,10 @@ from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, can_repeat
 from serve_common.dispatch.calls import RequestSpec, Response
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ServeError
+from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import NatsProtocolError, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import encode_headers, parse_headers
+from serve_common.nats.subscriptions import Subscription
 from serve_common.protocol.frames import CallHead
 from serve_common.protocol.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
@@ -31,35 +33,16 @@ from serve_proxy.core.headers import (
 )
 from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, build_problem, encode_problem
 from serve_proxy.shell.ingress import Ingress
-from serve_proxy.shell.request_traces import RequestTraces
+from serve_proxy.shell.request_observers import RequestTraces
 
 _log = structlog.get_logger(__name__)
 
 WANTS_STREAM: Final = "x-serve-stream"
 """Request header: any value but ``0`` and ``false`` requests a response in several messages, the last one empty."""
 _ERROR_TEXT_MAX: Final = 500
-_HEADERS_ROOM: Final = 1024
+_HEADERS_BYTES_MAX: Final = 1024
 
 TextHeaders = list[tuple[str, str]]
-
-
-class ReplyBus(Protocol):
-    """What replies need from the bus; implemented by `BusConnection`."""
-
-    @property
-    def max_payload(self) -> int:
-        """Maximum bytes of one message."""
-        ...
-
-    def publish(
-        self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
-    ) -> None:
-        """Publish a message without waiting. Raises when it cannot be buffered."""
-        ...
-
-    async def wait_writable(self) -> None:
-        """Wait until the outbound buffer has capacity. Raises `NotConnected`."""
-        ...
 
 
 @final
@@ -73,29 +56,29 @@ class PlainReplies:
     large or streamed response needs no code of the caller's own.
     """
 
-    def __init__(self, bus: ReplyBus) -> None:
+    def __init__(self, bus: BusConnection) -> None:
         self._bus = bus
         self._loop = asyncio.get_running_loop()
         self._lost = RateLimitedLogger(_log.warning)
 
     async def send(
-        self, reply: bytes, answer: Response, request_id: str, deadline: float, *, in_pieces: bool
+        self, reply: bytes, upstream: Response, request_id: str, deadline: float, *, in_pieces: bool
     ) -> None:
         """Send a response by ``deadline`` (loop time): in one message, or ``in_pieces`` followed by an empty one.
 
         Raises `ResponseUnusable` for one that is invalid or too large, `DeadlineExceeded`, and the errors of the
         response's stream; the error must then still be sent to the caller.
         """
-        headers = _response_headers(answer, request_id)
-        if answer.stream is None and not in_pieces:
-            self._publish(reply, self._fitting(bytes(answer.body)), headers)
+        headers = _response_headers(upstream, request_id)
+        if upstream.stream is None and not in_pieces:
+            self._publish(reply, self._fitting(bytes(upstream.body)), headers)
             return
         try:
             async with asyncio.timeout_at(deadline):
                 if in_pieces:
-                    await self._send_pieces(reply, answer, headers)
+                    await self._send_pieces(reply, upstream, headers)
                 else:
-                    self._publish(reply, await self._whole_body(answer), headers)
+                    self._publish(reply, await self._whole_body(upstream), headers)
         except TimeoutError as error:
             raise DeadlineExceeded("the answer did not end within the call's deadline") from error
 
@@ -108,22 +91,22 @@ class PlainReplies:
         ]
         self._publish(reply, encode_problem(problem, request_id), headers)
 
-    async def _send_pieces(self, reply: bytes, answer: Response, headers: TextHeaders) -> None:
+    async def _send_pieces(self, reply: bytes, upstream: Response, headers: TextHeaders) -> None:
         limit = self._limit
-        piece: memoryview | None = answer.body if answer.stream is None else await answer.stream.read()
+        piece: memoryview | None = upstream.body if upstream.stream is None else await upstream.stream.read()
         while piece is not None:
             for at in range(0, len(piece), limit):
                 self._publish(reply, bytes(piece[at : at + limit]), headers)
                 headers = []  # they come with the first message only
                 await self._wait_writable()
-            piece = None if answer.stream is None else await answer.stream.read()
+            piece = None if upstream.stream is None else await upstream.stream.read()
         self._publish(reply, b"", headers)
 
-    async def _whole_body(self, answer: Response) -> bytes:
-        assert answer.stream is not None
+    async def _whole_body(self, upstream: Response) -> bytes:
+        assert upstream.stream is not None
         pieces: list[bytes] = []
         size = 0
-        while (piece := await answer.stream.read()) is not None:
+        while (piece := await upstream.stream.read()) is not None:
             size += len(piece)
             if size > self._limit:
                 raise ResponseUnusable(_too_large(self._limit))
@@ -132,7 +115,7 @@ class PlainReplies:
 
     @property
     def _limit(self) -> int:
-        return max(1, self._bus.max_payload - _HEADERS_ROOM)
+        return max(1, self._bus.max_payload - _HEADERS_BYTES_MAX)
 
     def _fitting(self, body: bytes) -> bytes:
         if len(body) > self._limit:
@@ -159,17 +142,17 @@ def _too_large(limit: int) -> str:
     )
 
 
-def _response_headers(answer: Response, request_id: str) -> TextHeaders:
+def _response_headers(upstream: Response, request_id: str) -> TextHeaders:
     try:
-        forwarded = read_response_head(answer.status, answer.headers).forwarded
+        forwarded = read_response_head(upstream.status, upstream.headers).forwarded
     except ValueError as error:
         raise ResponseUnusable(str(error)) from error
     headers: TextHeaders = [(REQUEST_ID, request_id)]
     headers += [
         ("Content-Type", value) for name, value in as_text(forwarded) if name.lower() == "content-type"
     ]
-    if answer.status >= 400:
-        headers += _error_headers(answer.status, f"the endpoint answered with status {answer.status}")
+    if upstream.status >= 400:
+        headers += _error_headers(upstream.status, f"the endpoint answered with status {upstream.status}")
     return headers
 
 
@@ -184,26 +167,6 @@ _METHOD: Final = "POST"
 _FALSE_VALUES: Final = frozenset((b"", b"0", b"false"))
 
 
-class EndableSubscription(Protocol):
-    """A subscription of the bus."""
-
-    async def drain(self, timeout_s: float) -> None:
-        """Unsubscribe within ``timeout_s`` seconds; messages that the server has sent still reach the callback."""
-
-
-class GatewayBus(ReplyBus, Protocol):
-    """What the gateway needs from the bus; implemented by `BusConnection`."""
-
-    def subscribe(
-        self,
-        subject: str | bytes,
-        callback: Callable[[bytes, bytes, bytes, bytes | None], None],
-        queue: str | bytes = b"",
-    ) -> EndableSubscription:
-        """Call ``callback`` with subject, reply subject, payload and headers of each message."""
-        ...
-
-
 @final
 class Gateway:
     """Serves ``serve.call.…`` as a member of the gateways' queue group."""
@@ -211,7 +174,7 @@ class Gateway:
     def __init__(
         self,
         ingress: Ingress,
-        bus: GatewayBus,
+        bus: BusConnection,
         subjects: Subjects,
         *,
         request_timeout_s: Callable[[], float],
@@ -229,7 +192,7 @@ class Gateway:
         self._wall_now = wall_now
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner("gateway")
-        self._subscription: EndableSubscription | None = None
+        self._subscription: Subscription | None = None
         self._replies = PlainReplies(bus)
         self.dropped_calls = 0
         """Calls dropped because their reply subject is not an inbox."""
@@ -265,14 +228,14 @@ class Gateway:
             problem = build_problem(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
             self._replies.send_problem(reply, problem, "")
             return
-        if not self._ingress.room.admit(len(payload)):
+        if not self._ingress.memory.admit(len(payload)):
             self._replies.send_problem(reply, build_problem(BodiesFull()), "")
             return
-        self._tasks.start(self._answer(subject, reply, payload, headers), name="call")
+        self._tasks.start(self._respond(subject, reply, payload, headers), name="call")
 
-    async def _answer(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+    async def _respond(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         started_at = time.perf_counter()  # the loop's own time stands still within an iteration
-        tally = self._ingress.routes.unmatched
+        stats = self._ingress.routes.unmatched
         status = CLIENT_GONE
         request_id = self._new_request_id()
         trace: ObservedRequest | None = None
@@ -282,19 +245,19 @@ class Gateway:
             request_id = read.request_id or request_id
             tag = self._subjects.parse_call_endpoint(subject.decode("utf-8", "replace"))
             if self._traces is not None:
-                self._traces.begin_call(read, tag, request_id)
-                trace = read.follower
+                self._traces.start_call(read, tag, request_id)
+                trace = read.observer
             endpoint = self._ingress.admit_call(tag)
-            tally = endpoint.tally
+            stats = endpoint.stats
             in_pieces = get_header_value(read, WANTS_STREAM).lower() not in _FALSE_VALUES
-            ask = self._build_request(endpoint, read, payload, request_id)
-            call, answer = await self._ingress.ask(ask)
+            spec = self._build_request(endpoint, read, payload, request_id)
+            call, upstream = await self._ingress.send(spec)
             try:
-                await self._replies.send(reply, answer, request_id, ask.deadline, in_pieces=in_pieces)
+                await self._replies.send(reply, upstream, request_id, spec.deadline, in_pieces=in_pieces)
             finally:
-                if answer.stream is not None:
+                if upstream.stream is not None:
                     self._ingress.abandon(call)
-            status = answer.status
+            status = upstream.status
         except ServeError as error:
             problem = build_problem(error)
             status = problem.status
@@ -307,8 +270,8 @@ class Gateway:
             )
             self._replies.send_problem(reply, problem, request_id)
         finally:
-            self._ingress.room.leave(len(payload))
-            tally.add(_METHOD, status, time.perf_counter() - started_at)
+            self._ingress.memory.leave(len(payload))
+            stats.add(_METHOD, status, time.perf_counter() - started_at)
             if trace is not None:
                 trace.ended(status, problem)
 
@@ -340,7 +303,7 @@ class Gateway:
             backend_tag=endpoint.select_backend(get_header_value(read, options.backend_header)),
             is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
-            trace=read.follower,
+            trace=read.observer,
         )
 
 

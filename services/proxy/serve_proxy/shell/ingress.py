@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, Generic, Protocol, TypeVar, final
+from typing import Any, Final, Generic, TypeVar, final
 
 import structlog
 
@@ -24,19 +24,6 @@ from serve_common.routing.route_table import HttpChange
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 
 
-class HttpState(Protocol):
-    """The HTTP options in force; implemented by `LiveOptions`."""
-
-    @property
-    def pending_reason(self) -> str | None:
-        """Why the newest options are not in force (yet); None when they are."""
-        ...
-
-    def take(self, change: HttpChange) -> None:
-        """Put the options of ``change`` in force, at once or in the background."""
-        ...
-
-
 @final
 class Ingress:
     """Admits requests and hands them to the dispatcher; a `SnapshotListener`.
@@ -51,15 +38,15 @@ class Ingress:
         dispatcher: Dispatcher,
         bus: DataPlaneBus,
         shadows: Shadows,
-        http: HttpState,
+        http: LiveOptions[Any],
         *,
         on_applied: Callable[[], None],
         bus_wait_s: float,
-        room: UploadMemory | None = None,
+        memory: UploadMemory | None = None,
     ) -> None:
         """``on_applied`` is called after each change of the routing state; ``bus_wait_s`` bounds `wait_open`."""
         self.is_draining = False
-        self.room: Final = UploadMemory() if room is None else room
+        self.memory: Final = UploadMemory() if memory is None else memory
         """Memory budget for the bodies of all requests."""
         self.routes = routes
         self._dispatcher = dispatcher
@@ -81,7 +68,7 @@ class Ingress:
         finally:
             self._notify_applied()
 
-    def on_http_options_settled(self, snapshot_id: int) -> None:
+    def on_http_options_applied(self, snapshot_id: int) -> None:
         """The HTTP options of ``snapshot_id`` are in force, or were refused."""
         self.routes.confirm(HTTP_KEY, snapshot_id)
         self._notify_applied()
@@ -122,22 +109,22 @@ class Ingress:
         """The endpoint for a plain call. Raises as `admission.admit_call`."""
         return admit_call(self.routes.endpoints, tag)
 
-    async def ask(self, ask: RequestSpec) -> tuple[Call, Response]:
-        """Dispatch ``ask`` and copies to the endpoint's shadows; wait for the response. Raises `ServeError`."""
-        if ask.endpoint.shadows:
-            self._shadows.copy(ask)
-        return await self._dispatcher.ask(ask)
+    async def send(self, spec: RequestSpec) -> tuple[Call, Response]:
+        """Dispatch ``spec`` and copies to the endpoint's shadows; wait for the response. Raises `ServeError`."""
+        if spec.endpoint.shadows:
+            self._shadows.copy(spec)
+        return await self._dispatcher.send(spec)
 
-    def begin(
+    def start(
         self,
-        ask: RequestSpec,
-        on_answer: Callable[[Call, Response], None],
+        spec: RequestSpec,
+        on_response: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
     ) -> Call:
-        """Dispatch ``ask`` and copies to the endpoint's shadows; the outcome is passed to a callback."""
-        if ask.endpoint.shadows:
-            self._shadows.copy(ask)
-        return self._dispatcher.begin(ask, on_answer, on_error)
+        """Dispatch ``spec`` and copies to the endpoint's shadows; the outcome is passed to a callback."""
+        if spec.endpoint.shadows:
+            self._shadows.copy(spec)
+        return self._dispatcher.start(spec, on_response, on_error)
 
     def abandon(self, call: Call) -> None:
         """Cancel the call; does nothing when it has ended."""
@@ -181,12 +168,12 @@ class LiveOptions(Generic[M]):
         nothing: M,
         load: Callable[[Sequence[str]], Awaitable[M]],
         use: Callable[[HttpOptions, M], None],
-        on_settled: Callable[[int], None],
+        on_applied: Callable[[int], None],
     ) -> None:
         """``defaults`` apply until a snapshot has options; ``nothing`` represents no middlewares.
 
         ``load`` imports middlewares and raises `MiddlewareRefused`; ``use`` puts options in force for requests that
-        arrive from then on; ``on_settled`` receives the snapshot id that was applied or refused, with all before it.
+        arrive from then on; ``on_applied`` receives the snapshot id that was applied or refused, with all before it.
         """
         self.options = defaults
         """The options for requests that arrive now."""
@@ -197,7 +184,7 @@ class LiveOptions(Generic[M]):
         self._defaults = defaults
         self._load = load
         self._use = use
-        self._on_settled = on_settled
+        self._on_applied = on_applied
         self._tasks = TaskOwner("live_options")
         self._nothing = self._loaded = nothing
         self._loading: OwnedTask | None = None
@@ -222,7 +209,7 @@ class LiveOptions(Generic[M]):
             self._loading.cancel()
             self._loading = None
         if self._apply_at_once(change):
-            self._on_settled(change.snapshot_id)
+            self._on_applied(change.snapshot_id)
         else:
             self._loading = self._tasks.start(self._load_and_apply(change), name="load")
 
@@ -253,7 +240,7 @@ class LiveOptions(Generic[M]):
         else:
             self._apply(change, loaded)
         self._loading = None
-        self._on_settled(change.snapshot_id)
+        self._on_applied(change.snapshot_id)
 
     def _apply(self, change: HttpChange, loaded: M) -> None:
         options = self._get_options(change)

@@ -14,7 +14,7 @@ from typing import Final, final
 
 import structlog
 
-from serve_proxy.core.processes import LONG_LIFE_S, restart_wait_s
+from serve_common.runtime.child_process import RestartBackoff
 from serve_proxy.ports import Child, StartChild
 
 _log = structlog.get_logger(__name__)
@@ -69,7 +69,7 @@ class Parent:
 
     async def _supervise(self, number: int) -> None:
         loop = asyncio.get_running_loop()
-        short_lives = 0
+        backoff = RestartBackoff()
         has_listened = False
         while not self._stopping.is_set():
             started_at = loop.time()
@@ -83,8 +83,7 @@ class Parent:
                 self.stop()
                 return
             lived_s = loop.time() - started_at
-            short_lives = 0 if lived_s >= LONG_LIFE_S else short_lives + 1
-            wait_s = restart_wait_s(short_lives)
+            wait_s = backoff.on_ended(lived_s)
             _log.warning(
                 "proxy_process_ended", process=number, code=code, lived_s=round(lived_s, 1), again_in_s=wait_s
             )

@@ -15,7 +15,7 @@ import structlog
 from serve_common.errors import BusUnavailable
 from serve_common.names import ProxyId
 from serve_common.protocol.reports import ProxyReport
-from serve_proxy.ports import ControlPlane
+from serve_proxy.ports import SendReport
 
 _log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ class Reports:
 
     def __init__(
         self,
-        control_plane: ControlPlane,
+        send_report: SendReport,
         proxy_id: ProxyId,
         *,
         incarnation: str,
@@ -48,7 +48,7 @@ class Reports:
         """
         self.address = ""
         """Address on which the proxy listens; set once it does."""
-        self._control_plane = control_plane
+        self._send_report = send_report
         self._proxy_id = proxy_id
         self._incarnation = incarnation
         self._started_at = started_at
@@ -97,6 +97,6 @@ class Reports:
             leaving=self._is_leaving,
         )
         try:
-            await self._control_plane.send_report(report)
+            await self._send_report(report)
         except BusUnavailable as error:
             _log.debug("report_not_sent", reason=str(error))

@@ -17,10 +17,11 @@ from nats.errors import Error as NatsError
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.names import HostId
-from serve_common.nats.client import NatsClientLogSink, close_nats, connect_nats, ping_nats
+from serve_common.nats.client import close_nats, connect_nats, join_log_sink, ping_nats, publish_now
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.operations import get_local_host
 from serve_common.runtime.settings import BusSettings
+from serve_common.telemetry.log_forwarder import NatsLogSink
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +43,7 @@ class ControlBus:
         on_leader: Callable[[bytes], None],
         on_connected: Callable[[], None],
         on_reconnect: Callable[[], None],
-        logs: NatsClientLogSink | None = None,
+        logs: NatsLogSink | None = None,
     ) -> None:
         """``logs`` publishes over the current connection."""
         self._logs = logs
@@ -68,8 +69,6 @@ class ControlBus:
 
     async def ping(self, within_s: float) -> None:
         """Round trip to the server within ``within_s`` seconds. Raises `BusUnavailable`."""
-        if self._client is None:
-            raise BusUnavailable("not connected to NATS")
         await ping_nats(self._client, within_s)
 
     async def run(self) -> None:
@@ -107,12 +106,12 @@ class ControlBus:
 
     async def publish_report(self, payload: bytes) -> None:
         """Publish one report; it is dropped when it cannot be sent."""
-        if self._client is None or not self._client.is_connected:
+        if not self.is_connected:
             return
         try:
-            await self._client.publish(self._subjects.host_report(self._host_id), payload)
-        except (NatsError, OSError) as error:
-            _log.warning("report_not_sent", error=str(error) or type(error).__name__)
+            await publish_now(self._client, self._subjects.host_report(self._host_id), payload)
+        except BusUnavailable as error:
+            _log.warning("report_not_sent", error=str(error))
 
     async def close(self) -> None:
         """Flush what was published and disconnect; takes at most a few seconds."""
@@ -139,4 +138,4 @@ class ControlBus:
         await client.subscribe(self._subjects.host_goal(self._host_id), cb=goal)
         await client.subscribe(self._subjects.leader, cb=leader)
         if self._logs is not None:
-            await self._logs.join(client)
+            await join_log_sink(self._logs, client)

@@ -20,6 +20,7 @@ from serve_common.runtime.operations import (
     add_observations,
     build_family,
     build_histogram_family,
+    build_single,
     register_process_metrics,
 )
 from serve_common.telemetry.catalogue.services import (
@@ -118,24 +119,15 @@ class _HostCollector(Collector):
         self._files = files
 
     def collect(self) -> Iterable[Metric]:
-        info = build_family(HOST_INFO)
-        info.add_metric([self._host_id], 1.0)
-        yield info
-        replicas, counts = build_family(HOST_REPLICAS), self.replicas
-        for status in ReplicaStatus:
-            replicas.add_metric([status.value], counts.get(status, 0))
-        yield replicas
+        yield build_family(HOST_INFO, [([self._host_id], 1.0)])
+        counts = self.replicas
+        yield build_family(
+            HOST_REPLICAS, (([status.value], counts.get(status, 0)) for status in ReplicaStatus)
+        )
         starts = build_histogram_family(START_SECONDS)
         for labels, observed in list(self.starts.items()):
             add_observations(starts, list(labels), observed.buckets, list(observed.counts), observed.total)
         yield starts
-        failures = build_family(REPLICA_ENDS)
-        for labels, count in list(self.failures.items()):
-            failures.add_metric(list(labels), count)
-        yield failures
-        reconnects = build_family(HOST_RECONNECTS)
-        reconnects.add_metric([], self.reconnects)
-        yield reconnects
-        left_out = build_family(METRICS_FILES_LEFT_OUT)
-        left_out.add_metric([], self._files.left_out)
-        yield left_out
+        yield build_family(REPLICA_ENDS, list(self.failures.items()))
+        yield build_single(HOST_RECONNECTS, self.reconnects)
+        yield build_single(METRICS_FILES_LEFT_OUT, self._files.left_out)

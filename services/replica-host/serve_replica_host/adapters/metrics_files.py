@@ -197,15 +197,17 @@ class MetricsFiles(Collector):
         for kind, totals in self._retired.items():
             for key, total in totals.items():
                 _add(metrics, kind, "", _Value(key, total, 0.0))
-        left_out, room = 0, PAGE_BYTES_MAX
+        left_out, budget_bytes = 0, PAGE_BYTES_MAX
         for file in sorted(_files(self._directory), key=lambda file: file.size):
-            values, why = self._read(file) if file.size <= room else ([], "too large beside all others")
+            values, why = (
+                self._read(file) if file.size <= budget_bytes else ([], "too large beside all others")
+            )
             if why:
                 left_out += 1
                 self._left_out_logger.log(
                     time.monotonic(), "metrics_left_out", file=file.path.name, reason=why[:500]
                 )
-            room -= file.size if values else 0
+            budget_bytes -= file.size if values else 0
             for value in values:
                 _add(metrics, file.kind, file.process, value)
         return list(_accumulate(metrics, True)), left_out  # noqa: FBT003 - the library's call

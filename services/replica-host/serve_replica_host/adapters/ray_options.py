@@ -111,7 +111,7 @@ class RayResources:
         if self._poll_thread is not None:
             self._poll_thread.join(_CLOSE_TIMEOUT_S)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the resources now, when those of a cluster may have changed."""
         if self._is_open:
             self._update(_read_total())
@@ -128,9 +128,9 @@ class RayResources:
             whole = _read_total()
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and the next poll may succeed
             _log.warning("ray_resources_unknown", error=str(error))
-        self._call_later(0.0, self._on_fetched, whole)
+        self._call_later(0.0, self._on_resources, whole)
 
-    def _on_fetched(self, whole: dict[str, float] | None) -> None:
+    def _on_resources(self, whole: dict[str, float] | None) -> None:
         if self._is_open:
             if whole is not None:
                 self._update(whole)

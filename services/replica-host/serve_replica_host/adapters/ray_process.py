@@ -27,10 +27,11 @@ import structlog
 from serve_common.errors import BadField
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
+from serve_common.pacing import TokenBucket
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime import guardian
+from serve_common.runtime.child_process import describe_exit
 from serve_common.runtime.settings import BusSettings
-from serve_common.telemetry.log_forwarder import TokenBucket
 from serve_replica_host.adapters.local_process import UnixUser, drop_privileges
 from serve_replica_host.adapters.ray_protocol import (
     NOTICE_BYTES_MAX,
@@ -133,8 +134,10 @@ class RayProcess:
                 self._process = _start_process(command, theirs, user)
             except PermissionError as error:
                 self._socket.close()
-                who = "this user" if user is None else user.name
-                raise BadField("MUSTER_REPLICA_USER", f"{who} may not execute {sys.executable}") from error
+                user_text = "this user" if user is None else user.name
+                raise BadField(
+                    "MUSTER_REPLICA_USER", f"{user_text} may not execute {sys.executable}"
+                ) from error
         with contextlib.suppress(OSError):  # it has exited, which its exit status shows
             self._socket.sendall(encode(Open(settings)))
 
@@ -258,7 +261,7 @@ class RayProcess:
             _log.error("ray_runtime_broke_the_protocol", pid=self._process.pid, error=str(error))
             self._kill_process()
         ended = await asyncio.to_thread(self._wait, _KILL_TIMEOUT_S)
-        exit_text = "it closed its connection" if ended is None else _format_exit(ended)
+        exit_text = "it closed its connection" if ended is None else describe_exit(ended)
         raise RayUnavailable(
             f"the Ray runtime is gone, and all replicas with it: {self._failure or exit_text}"
         )
@@ -286,11 +289,7 @@ def _start_process(
     if user is not None:
         as_user = {"user": user.uid, "group": user.gid, "extra_groups": [], "preexec_fn": _prepare_child}
     return subprocess.Popen(  # noqa: S603 - our own command line
-        [
-            *(sys.executable, "-I", "-S", str(guardian.__file__)),
-            *("--parent", str(os.getpid()), "--stop-signal", str(int(signal.SIGKILL)), "--"),
-            *(*command, str(connection.fileno())),
-        ],
+        guardian.command([*command, str(connection.fileno())], stop_signal=signal.SIGKILL),
         env=runtime_environment(os.environ, user),
         stdin=subprocess.DEVNULL,
         pass_fds=(connection.fileno(),),
@@ -304,12 +303,3 @@ def _prepare_child() -> None:
     drop_privileges()
     if not os.access(".", os.R_OK | os.X_OK):
         os.chdir("/")
-
-
-def _format_exit(status: int) -> str:
-    """Text for the guardian's exit status, which encodes a signal as a shell does."""
-    number = -status if status < 0 else status - 128
-    with contextlib.suppress(ValueError):
-        if number > 0:
-            return f"it was killed by {signal.Signals(number).name}"
-    return f"it exited with {status}"

@@ -229,8 +229,8 @@ class RayRuntime:
     def _shut_down(self) -> None:
         self._resources.close()
         for spare in self._actors.values():
-            if spare.far is not None:
-                spare.far.end()
+            if spare.remote is not None:
+                spare.remote.end()
         ray.shutdown()
 
     def _create_spare(self) -> RayActorHandle:
@@ -243,7 +243,7 @@ class RayRuntime:
         spare = RayActorHandle(actor, futures=[])
         # The first call, so that no end of the process is missed.
         spare.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(spare, ended))
-        spare.watch(actor.hello.remote(), lambda answered: self._on_hello(spare, answered))
+        spare.watch(actor.hello.remote(), lambda future: self._on_hello(spare, future))
         return spare
 
     def _start(self, tag: ReplicaTag) -> None:
@@ -334,17 +334,17 @@ class RayRuntime:
     def _check_start(self, spare: RayActorHandle, options: RayActorOptions) -> None:
         tag = spare.replica_tag
         if tag is not None and tag in self._actors and not (spare.pid and spare.is_placed):
-            has_room = spare.is_placed and spare.reservation is not None
+            has_capacity = spare.is_placed and spare.reservation is not None
             needs = f"waits for Ray to place it: it needs {describe_needs(options)}"
-            text = "waits for its process to start" if has_room else needs
-            self._emit(Waits(tag, text, is_process_starting=has_room))
+            text = "waits for its process to start" if has_capacity else needs
+            self._emit(Waits(tag, text, is_process_starting=has_capacity))
         self._spares.refill()  # its constructor may take long
 
     def _on_process_ended(self, spare: RayActorHandle, text: str) -> None:
         self._spares.on_ended(spare)
-        if spare.far is not None:
-            spare.far.end()
-            self._resources.look()  # its machine may be gone, and nothing should be placed there again
+        if spare.remote is not None:
+            spare.remote.end()
+            self._resources.poll()  # its machine may be gone, and nothing should be placed there again
         if spare.reservation is not None:
             remove_placement_group(spare.reservation)
         if spare.replica_tag is not None:
@@ -353,16 +353,16 @@ class RayRuntime:
         elif self._is_local:
             _log.warning("spare_ended", pid=spare.pid, reason=text)
             self._loop.call_ray_later(SPARE_RESTART_DELAY_S, self._spares.refill)
-        if spare.far is not None:
+        if spare.remote is not None:
             # Only the connection to it may have failed, while it still runs there.
             ray.kill(spare.actor, no_restart=True)
 
     # -- on Ray's own threads -------------------------------------------------------------------------------------
 
-    def _on_hello(self, spare: RayActorHandle, answered: Future[Any]) -> None:
-        if answered.exception() is None:
-            hello = decode_hello(answered.result())
-            spare.far = self._remote.meet(spare.actor, hello)
+    def _on_hello(self, spare: RayActorHandle, future: Future[Any]) -> None:
+        if future.exception() is None:
+            hello = decode_hello(future.result())
+            spare.remote = self._remote.meet(spare.actor, hello)
             spare.address = hello.address
             spare.pid = hello.pid
             self._emit_if_placed(spare)
@@ -378,7 +378,7 @@ class RayRuntime:
     def _emit_if_placed(self, spare: RayActorHandle) -> None:
         """Called on two threads, each after it has set its own part; a duplicate event is harmless."""
         if spare.pid and spare.is_placed and spare.replica_tag is not None:
-            process = "" if spare.far is None else spare.far.process
+            process = "" if spare.remote is None else spare.remote.process
             self._emit(Placed(spare.replica_tag, spare.pid, spare.was_spare, process, spare.address))
 
     def _on_started(
@@ -395,7 +395,7 @@ class RayRuntime:
             self._emit(Constructed(tag, config_version))
         else:
             failed = ReplicaStartFailed(tag, outcome.error)
-            self._remote.store_final(spare.far, outcome.fetched, lambda: self._emit(failed))
+            self._remote.store_final(spare.remote, outcome.telemetry, lambda: self._emit(failed))
 
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:
         error = done.exception()
@@ -416,8 +416,8 @@ class RayRuntime:
         if error is not None and not isinstance(error, RayActorError):
             _log.error("drain_failed", replica_tag=tag, error=str(error))
         encoded = b"" if error is not None else done.result()
-        last = decode_outcome(encoded).fetched if encoded else None
-        self._remote.store_final(spare.far, last, lambda: self._emit(Drained(tag)))
+        last = decode_outcome(encoded).telemetry if encoded else None
+        self._remote.store_final(spare.remote, last, lambda: self._emit(Drained(tag)))
 
     def _on_end(self, spare: RayActorHandle, ended: Future[Any]) -> None:
         self._thread.post(

@@ -36,7 +36,7 @@ class RayActorHandle(msgspec.Struct, eq=False):
     """True when its process was ready before a replica took it."""
     address: str = ""
     """Address of its machine; empty for the host's."""
-    far: RemoteReplica | None = None
+    remote: RemoteReplica | None = None
     """Set if it is on another machine than the host: its metrics and log lines are then fetched."""
     futures: list[Future[Any]] = []
 

@@ -20,13 +20,13 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.adapters.metrics_files import RemoteFiles
-from serve_replica_host.replica.telemetry.remote import Hello, RemoteTelemetry, decode_fetched
+from serve_replica_host.replica.telemetry.remote import Hello, RemoteTelemetry, decode_telemetry
 
 _log = structlog.get_logger(__name__)
 
 FETCH_INTERVAL_S: Final = 1.0
 """Seconds from a result to the next fetch. A replica writes counts twice a second, so the page is at most 2 s old."""
-ANSWER_WITHIN_S: Final = 3.0
+FETCH_TIMEOUT_S: Final = 3.0
 _WARN_INTERVAL_S: Final = 60.0
 _CLOSE_TIMEOUT_S: Final = 1.0
 
@@ -99,7 +99,7 @@ class RemoteReplica:
         self._too_large_logger = RateLimitedLogger(_log.warning, _WARN_INTERVAL_S)
         self._failed_logger = RateLimitedLogger(_log.warning, _WARN_INTERVAL_S)
 
-    def ask(self) -> None:
+    def fetch(self) -> None:
         """Fetch now, and a second after each result, until it has ended."""
         if self._has_ended:
             return
@@ -107,29 +107,29 @@ class RemoteReplica:
         # No more lines while the former ones are being written.
         future: Future[Any] = self._actor.fetch.remote(not self._is_writing_lines).future()
         self._future = future
-        future.add_done_callback(lambda done: self._post(self._on_fetched, done))
-        self._call_later(ANSWER_WITHIN_S, self._check_timeout, self._started_fetches)
+        future.add_done_callback(lambda done: self._post(self._on_telemetry, done))
+        self._call_later(FETCH_TIMEOUT_S, self._check_timeout, self._started_fetches)
 
-    def store_final(self, fetched: RemoteTelemetry) -> None:
+    def store_final(self, telemetry: RemoteTelemetry) -> None:
         """Store the final telemetry of an ended process; later results of fetches are older and ignored."""
         if not self._has_ended:
-            self._store(fetched)
+            self._store(telemetry)
             self._has_ended = True
 
     def end(self) -> None:
         """Stop fetching: the process is gone, or not needed any more."""
         self._has_ended = True
 
-    def _on_fetched(self, done: Future[Any]) -> None:
+    def _on_telemetry(self, done: Future[Any]) -> None:
         self._finished_fetches = self._started_fetches
         error = done.exception()
         if self._has_ended:
             if error is None:  # lines are returned only once
-                self._write_lines(decode_fetched(done.result()).lines)
+                self._write_lines(decode_telemetry(done.result()).lines)
             return
         if error is None:
             try:
-                self._store(decode_fetched(done.result()))
+                self._store(decode_telemetry(done.result()))
             except (OSError, msgspec.DecodeError) as failure:
                 error = failure
         if error is not None:
@@ -139,28 +139,30 @@ class RemoteReplica:
                 return
             if not isinstance(error, RayActorError):
                 self._failed_logger.log(time.monotonic(), "not_fetched", **self._log_fields, exc_info=error)
-        self._call_later(FETCH_INTERVAL_S, self.ask)
+        self._call_later(FETCH_INTERVAL_S, self.fetch)
 
     def _check_timeout(self, fetch_number: int) -> None:
         """Check for a timeout of the fetch with that number."""
         if self._finished_fetches < fetch_number and not self._has_ended:
-            _log.warning("fetch_unanswered", **self._log_fields, within_s=ANSWER_WITHIN_S)
+            _log.warning("fetch_unanswered", **self._log_fields, within_s=FETCH_TIMEOUT_S)
             self._mark_unknown()
 
-    def _store(self, fetched: RemoteTelemetry) -> None:
-        self._write_lines(fetched.lines)
-        if fetched.left_out_bytes:
+    def _store(self, telemetry: RemoteTelemetry) -> None:
+        self._write_lines(telemetry.lines)
+        if telemetry.left_out_bytes:
             self._too_large_logger.log(
                 time.monotonic(),
                 "too_many_metrics_to_fetch",
                 **self._log_fields,
-                files_bytes=fetched.left_out_bytes,
+                files_bytes=telemetry.left_out_bytes,
             )
             self._mark_unknown()
             return
-        changed = {name: data for name, data in fetched.files.items() if self._stored_files.get(name) != data}
+        changed = {
+            name: data for name, data in telemetry.files.items() if self._stored_files.get(name) != data
+        }
         self._files.put(self.process, changed)
-        self._stored_files = fetched.files
+        self._stored_files = telemetry.files
 
     def _write_lines(self, lines: bytes) -> None:
         if lines:
@@ -198,23 +200,23 @@ class RemoteReplicas:
         """Start fetching from the process of ``hello``; None if it is on the host's machine. On any thread."""
         if not hello.node_id:
             return None
-        far = RemoteReplica(
+        remote = RemoteReplica(
             actor, hello, self._files, self._lines, post=self._post, call_later=self._call_later
         )
-        self._post(far.ask)
-        return far
+        self._post(remote.fetch)
+        return remote
 
     def store_final(
-        self, far: RemoteReplica | None, fetched: RemoteTelemetry | None, then: Callable[[], None]
+        self, remote: RemoteReplica | None, telemetry: RemoteTelemetry | None, then: Callable[[], None]
     ) -> None:
         """Store the final telemetry of a process, if there is any, then call ``then``. On any thread."""
-        if far is None or fetched is None:
+        if remote is None or telemetry is None:
             then()
             return
 
         def take() -> None:
             try:
-                far.store_final(fetched)
+                remote.store_final(telemetry)
             finally:
                 then()
 

@@ -38,8 +38,8 @@ from serve_common.telemetry.metrics import (
     LocalCounter,
     LocalGauge,
     LocalHistogram,
-    Measures,
-    measures,
+    ProcessMetrics,
+    process_metrics,
 )
 from serve_replica_host.ports import Occupancy, RequestMetrics
 
@@ -183,16 +183,16 @@ def add_to_histogram(histogram: Histogram, counts: Sequence[int], total: float) 
 class LocalMetricsWriter:
     """Writes a process' metrics for one replica; all methods run on one thread."""
 
-    def __init__(self, backend_tag: BackendTag, process_metrics: Measures) -> None:
+    def __init__(self, backend_tag: BackendTag, process_metrics: ProcessMetrics) -> None:
         self._backend_tag = backend_tag
-        self._measures = process_metrics
+        self._metrics = process_metrics
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
 
     def write(self) -> None:
         """Write what was counted since the last call."""
-        for measure in self._measures.pending():
+        for measure in self._metrics.pending():
             if isinstance(measure, LocalCounter):
                 counter = self._counter(measure)
                 for key, value in measure.drain().items():
@@ -250,10 +250,10 @@ _REASONS: Final = ("busy", "draining")
 class _Counts:
     """Counts of one write interval, half a second."""
 
-    __slots__ = ("answered", "buckets", "refused", "seconds")
+    __slots__ = ("buckets", "refused", "responses", "seconds")
 
     def __init__(self) -> None:
-        self.answered: Tally[int] = Tally()
+        self.responses: Tally[int] = Tally()
         self.refused: Tally[str] = Tally()
         self.buckets = [0] * (len(_BOUNDS) + 1)
         self.seconds = 0.0
@@ -267,7 +267,7 @@ class PrometheusReplicaMetrics:
     a second that is a third of the time. So plain numbers are counted, and written twice a second.
     """
 
-    def __init__(self, backend_tag: BackendTag, process_metrics: Measures) -> None:
+    def __init__(self, backend_tag: BackendTag, process_metrics: ProcessMetrics) -> None:
         """Creates series that always exist at once, with 0. ``process_metrics`` is written with them."""
         self._backend_tag = backend_tag
         self._files = LocalMetricsWriter(backend_tag, process_metrics)
@@ -299,7 +299,7 @@ class PrometheusReplicaMetrics:
     def count_response(self, status: int, seconds: float) -> None:
         """Count a response that took ``seconds``."""
         counts = self._counts
-        counts.answered[status] += 1
+        counts.responses[status] += 1
         counts.buckets[bisect_left(_BOUNDS, seconds)] += 1
         counts.seconds += seconds
 
@@ -309,7 +309,7 @@ class PrometheusReplicaMetrics:
 
     def turn(self) -> None:
         """Queue the counts so far for `write`."""
-        if self._counts.answered or self._counts.refused:
+        if self._counts.responses or self._counts.refused:
             self._queued.append(self._counts)
             self._counts = _Counts()
 
@@ -322,7 +322,7 @@ class PrometheusReplicaMetrics:
         self._files.write()
 
     def _write_counts(self, counts: _Counts) -> None:
-        for status, count in counts.answered.items():
+        for status, count in counts.responses.items():
             code = str(status) if 100 <= status <= 999 else _OTHER_CODE
             self._requests_total.labels(self._backend_tag, code).inc(count)
         for reason, count in counts.refused.items():
@@ -374,4 +374,4 @@ def make_replica_metrics(backend_tag: BackendTag) -> RequestMetrics:
     """The metrics of this process, in no registry: in multiprocess mode the files are read."""
     if backend_tag in os.environ.get(OFF_VARIABLE, "").split():
         return UncountedRequests()
-    return PrometheusReplicaMetrics(backend_tag, measures)
+    return PrometheusReplicaMetrics(backend_tag, process_metrics)

@@ -73,9 +73,9 @@ have no process any more.
 """
 
 
-def after(status: ReplicaStatus, happening: ReplicaEventKind) -> ReplicaStatus | Gone:
-    """The status after ``happening``; unchanged when the event does not apply to ``status``."""
-    return TRANSITIONS.get((status, happening), status)
+def after(status: ReplicaStatus, event: ReplicaEventKind) -> ReplicaStatus | Gone:
+    """The status after ``event``; unchanged when the event does not apply to ``status``."""
+    return TRANSITIONS.get((status, event), status)
 
 
 TEXT_LENGTH_MAX: Final = 16_000
@@ -187,7 +187,7 @@ def _apply(replica: HostedReplica, event: ReplicaEvent, now: float) -> HostedRep
                 status=ReplicaStatus.RUNNING,
                 is_process_starting=False,
                 config_version=version,
-                asked_config_version=max(version, replica.asked_config_version),
+                requested_config_version=max(version, replica.requested_config_version),
                 error="",
                 check_at=now + replica.goal.health_check_period_s,
             )

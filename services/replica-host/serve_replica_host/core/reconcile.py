@@ -60,7 +60,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Performing an action that no longer applies is harmless.
     """
-    look_again_at: float | None
+    check_again_at: float | None
     """When to reconcile again; None when only an event or a goal can change anything."""
 
 
@@ -94,10 +94,10 @@ def reconcile_host(state: HostState, now: float) -> HostPlan:
     for tag, goal in wanted.items():
         if tag not in state.replicas:
             state = put_replica(state, _new_replica(goal, is_spent=tag in state.spent_tags))
-    state = _order_starts(state, now, actions)
+    state = _start_replicas(state, now, actions)
     actions.sort(key=lambda action: _ORDER.index(type(action)))
     deadlines = [at for replica in state.replicas.values() if (at := _deadline(replica)) is not None]
-    return HostPlan(state=state, actions=actions, look_again_at=min(deadlines, default=None))
+    return HostPlan(state=state, actions=actions, check_again_at=min(deadlines, default=None))
 
 
 def _new_replica(goal: ReplicaGoal, *, is_spent: bool) -> HostedReplica:
@@ -110,7 +110,7 @@ def _new_replica(goal: ReplicaGoal, *, is_spent: bool) -> HostedReplica:
     return HostedReplica(goal=goal, error=_QUEUED)
 
 
-def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostState:
+def _start_replicas(state: HostState, now: float, actions: list[Action]) -> HostState:
     """Order queued starts up to the limit; replicas that are omitted while queued never start."""
     starting = sum(replica.is_process_starting for replica in state.replicas.values())
     for replica in list(state.replicas.values()):
@@ -125,7 +125,7 @@ def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostSt
                 is_process_starting=True,
                 has_process=True,
                 start_by=now + replica.goal.start_timeout_s,
-                asked_config_version=replica.goal.config_version,
+                requested_config_version=replica.goal.config_version,
                 error="",
             )
             state = put_replica(state, ordered)
@@ -164,11 +164,11 @@ def _advance(replica: HostedReplica, now: float, actions: list[Action]) -> Hoste
         replica = _check(replica, now, actions)
     if replica.status is ReplicaStatus.DRAINING and replica.drain_by is not None:
         if not replica.is_drained and now < replica.drain_by:
-            if not replica.is_draining_asked:
+            if not replica.is_drain_requested:
                 actions.append(DrainReplica(replica.tag))
-                replica = msgspec.structs.replace(replica, is_draining_asked=True)
+                replica = msgspec.structs.replace(replica, is_drain_requested=True)
         else:
-            if replica.is_draining_asked and not replica.is_drained and not replica.is_kill_asked:
+            if replica.is_drain_requested and not replica.is_drained and not replica.is_kill_requested:
                 replica = msgspec.structs.replace(replica, error="what was in flight did not finish in time")
             replica = _kill(replica, now, actions)
     if replica.status is ReplicaStatus.FAILED and replica.has_process:
@@ -177,9 +177,11 @@ def _advance(replica: HostedReplica, now: float, actions: list[Action]) -> Hoste
 
 
 def _kill(replica: HostedReplica, now: float, actions: list[Action]) -> HostedReplica:
-    if not replica.is_kill_asked:
+    if not replica.is_kill_requested:
         actions.append(KillReplica(replica.tag))
-        return msgspec.structs.replace(replica, is_kill_asked=True, kill_again_at=now + FORCE_KILL_AFTER_S)
+        return msgspec.structs.replace(
+            replica, is_kill_requested=True, kill_again_at=now + FORCE_KILL_AFTER_S
+        )
     if replica.kill_again_at is None or now < replica.kill_again_at:
         return replica
     actions.append(KillReplica(replica.tag, is_forced=True))
@@ -199,17 +201,17 @@ def _configure(replica: HostedReplica, now: float, actions: list[Action]) -> Hos
         return msgspec.structs.replace(
             replica,
             reconfigure_by=None,
-            config_error_version=replica.asked_config_version,
+            config_error_version=replica.requested_config_version,
             error=f"reconfigure took longer than {replica.goal.start_timeout_s:g} s",
         )
-    if replica.goal.config_version <= replica.asked_config_version:
+    if replica.goal.config_version <= replica.requested_config_version:
         return replica
     actions.append(ReconfigureReplica(replica.goal))
     return msgspec.structs.replace(
         replica,
         is_reconfiguring=True,
         reconfigure_by=now + replica.goal.start_timeout_s,
-        asked_config_version=replica.goal.config_version,
+        requested_config_version=replica.goal.config_version,
     )
 
 
@@ -234,7 +236,7 @@ def _deadline(replica: HostedReplica) -> float | None:
                 (at for at in (replica.check_at, replica.reconfigure_by) if at is not None), default=None
             )
         case ReplicaStatus.DRAINING:
-            return replica.kill_again_at if replica.is_kill_asked else replica.drain_by
+            return replica.kill_again_at if replica.is_kill_requested else replica.drain_by
         case ReplicaStatus.FAILED:
             return replica.kill_again_at if replica.has_process else None
         case ReplicaStatus.DEAD:

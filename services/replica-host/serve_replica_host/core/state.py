@@ -15,6 +15,7 @@ from serve_common.protocol.reports import (
     ReplicaReport,
     ReplicaStatus,
 )
+from serve_common.text import truncate_start
 
 STARTS_MAX: Final = 8
 """Default of `HostState.starts_max`."""
@@ -35,16 +36,16 @@ class HostedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """Deadline of its start; None until the start is ordered."""
     has_process: bool = False
     """True while it may have a process, or one may be starting."""
-    is_kill_asked: bool = False
+    is_kill_requested: bool = False
     kill_again_at: float | None = None
     """When a process that survived a kill is killed by force."""
     drain_by: float | None = None
     """Deadline of its drain; None while it does not drain."""
-    is_draining_asked: bool = False
+    is_drain_requested: bool = False
     is_drained: bool = False
     config_version: int = 0
     """The applied version."""
-    asked_config_version: int = 0
+    requested_config_version: int = 0
     """The version requested last: in progress, applied, or refused by the user's code."""
     is_reconfiguring: bool = False
     reconfigure_by: float | None = None
@@ -153,7 +154,7 @@ def forget_replica(state: HostState, tag: ReplicaTag) -> HostState:
 
 def trim_error(text: str) -> str:
     """``text`` cut to the limit of a report: the end is kept, which has the exception."""
-    return text if len(text) <= ERROR_LENGTH_MAX else "…" + text[-(ERROR_LENGTH_MAX - 1) :]
+    return truncate_start(text, ERROR_LENGTH_MAX)
 
 
 def build_report(

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Final, final
 
 from serve_common.names import BackendTag
-from serve_common.telemetry.otlp import import_ahead
-from serve_common.telemetry.tracer import read_tracing_settings
+from serve_common.telemetry.request_traces import import_ahead
+from serve_common.telemetry.trace_context import read_tracing_settings
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.process import (
     ControlOutcome,
@@ -32,7 +32,7 @@ from serve_replica_host.replica.telemetry.remote import (
     HostLocation,
     RemoteSide,
     decode_location,
-    encode_fetched,
+    encode_telemetry,
 )
 
 CONTROL_THREADS: Final = 8
@@ -45,12 +45,12 @@ one is a fetch.
 class ReplicaActor:
     """The class of Ray actors; `adapters.ray_runtime` makes it remote."""
 
-    def __init__(self, place_bytes: bytes) -> None:
-        """``place_bytes`` is an encoded `HostLocation`."""
-        place = decode_location(place_bytes)
-        self._hello, self._remote_side = _identify_process(place)
+    def __init__(self, location_bytes: bytes) -> None:
+        """``location_bytes`` is an encoded `HostLocation`."""
+        location = decode_location(location_bytes)
+        self._hello, self._remote_side = _identify_process(location)
         self._make_metrics = _import_metrics(
-            place.metrics_dir if self._remote_side is None else self._remote_side.metrics_dir
+            location.metrics_dir if self._remote_side is None else self._remote_side.metrics_dir
         )
         import_ahead(read_tracing_settings(os.environ))
         self._process: ReplicaProcess | None = None
@@ -61,21 +61,21 @@ class ReplicaActor:
 
     def hello(self) -> bytes:
         """Return a `Hello`; the result means that Ray has placed the actor."""
-        return encode_fetched(self._hello)
+        return encode_telemetry(self._hello)
 
-    def start(self, order_bytes: bytes) -> bytes:
+    def start(self, request_bytes: bytes) -> bytes:
         """Construct and serve the replica of a `StartReplicaRequest`; returns a `ControlOutcome`."""
-        order = decode_start_request(order_bytes)
-        goal, write_lines = order.goal, None
+        request = decode_start_request(request_bytes)
+        goal, write_lines = request.goal, None
         if self._remote_side is not None:
             write_lines = self._remote_side.retain_lines(goal.replica_tag, goal.backend_tag)
         logs = ReplicaLogs(goal.replica_tag, goal.backend_tag, write_lines)
-        self._process = ReplicaProcess(order, self._make_metrics(goal.backend_tag), logs)
+        self._process = ReplicaProcess(request, self._make_metrics(goal.backend_tag), logs)
         error = self._process.start()
         if error is None or self._remote_side is None:
             return encode(ControlOutcome(error=error))
         logs.end()  # the host kills this process as soon as it receives the outcome
-        return encode(ControlOutcome(error=error, fetched=self._remote_side.fetch(with_lines=True)))
+        return encode(ControlOutcome(error=error, telemetry=self._remote_side.fetch(with_lines=True)))
 
     def reconfigure(self, goal_bytes: bytes) -> bytes:
         """Apply a `ReplicaGoal`'s configuration; returns a `ControlOutcome`."""
@@ -98,12 +98,14 @@ class ReplicaActor:
         """Drain until nothing is in flight and nothing can arrive; returns a `ControlOutcome`, or empty bytes."""
         if self._process is not None:
             self._process.drain()
-        return b"" if self._remote_side is None else encode(ControlOutcome(fetched=self._remote_side.leave()))
+        return (
+            b"" if self._remote_side is None else encode(ControlOutcome(telemetry=self._remote_side.leave()))
+        )
 
     def fetch(self, with_lines: bool) -> bytes:  # noqa: FBT001 - called through Ray
         """Return a `RemoteTelemetry`, with or without log lines, to the host on another machine."""
         assert self._remote_side is not None, "the host reads what is on its own machine"
-        return encode_fetched(self._remote_side.fetch(with_lines=with_lines))
+        return encode_telemetry(self._remote_side.fetch(with_lines=with_lines))
 
     def wait_for_exit(self) -> None:
         """Never returns: the failure of this call notifies the host of the process' end."""
@@ -115,18 +117,18 @@ class ReplicaActor:
         return self._process
 
 
-def _identify_process(place: HostLocation) -> tuple[Hello, RemoteSide | None]:
+def _identify_process(location: HostLocation) -> tuple[Hello, RemoteSide | None]:
     """Identify this process; if it is not on its host's machine, also create its `RemoteSide`."""
-    if not place.node_id:
+    if not location.node_id:
         return Hello(os.getpid()), None
     from serve_replica_host.adapters.ray_session import get_node_address, own_node_id  # noqa: PLC0415 - most do not need it
 
     node_id = own_node_id()
-    is_shared = place.is_shared_by(node_id)
-    place.enter(is_shared=is_shared)
+    is_shared = location.is_shared_by(node_id)
+    location.enter(is_shared=is_shared)
     if is_shared:
         return Hello(os.getpid()), None
-    return Hello(os.getpid(), node_id, get_node_address()), RemoteSide(has_metrics=bool(place.metrics_dir))
+    return Hello(os.getpid(), node_id, get_node_address()), RemoteSide(has_metrics=bool(location.metrics_dir))
 
 
 def _import_metrics(metrics_dir: str) -> Callable[[BackendTag], RequestMetrics]:

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
 import structlog
@@ -26,15 +26,18 @@ from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread
 from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
-from serve_common.telemetry.metrics import measures
-from serve_common.telemetry.otlp import OpenTracing, open_tracing
-from serve_common.telemetry.tracer import read_tracing_settings
+from serve_common.telemetry.metrics import process_metrics
+from serve_common.telemetry.request_traces import open_tracing
+from serve_common.telemetry.trace_context import read_tracing_settings
 from serve_replica_host.ports import HandleMetrics, RequestMetrics
 from serve_replica_host.replica.io.replica_io import ReplicaIO
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import RemoteTelemetry
 from serve_replica_host.replica.telemetry.traces import Traces, user_traceback
 from serve_replica_host.replica.user.code import UserCode
+
+if TYPE_CHECKING:
+    from serve_common.telemetry.otlp import OtlpTracing
 
 MODELS_MAX: Final = 1_000
 """Maximum model ids published for one replica; routers prefer replicas by those."""
@@ -84,7 +87,7 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str | None = None
     """The user's traceback, or another error; None on success."""
-    fetched: RemoteTelemetry | None = None
+    telemetry: RemoteTelemetry | None = None
     """The final telemetry of this process; None if its host need not fetch it."""
 
 
@@ -150,14 +153,14 @@ class ReplicaProcess:
         self._handle_metrics: HandleMetrics | None = None
         self._write_span_metrics: Callable[[], None] | None = None
         self._user = LoopThread("replica-user")
-        self._lag = ThreadLoopLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
+        self._lag = ThreadLoopLag(self._user.loop, process_metrics.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
         self._io: ReplicaIO | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
-        self._tracing: OpenTracing | None = None
+        self._tracing: OtlpTracing | None = None
         self._login = build_login(order.bus)
         self._models = LoadedModels()
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
@@ -175,7 +178,7 @@ class ReplicaProcess:
             login=self._login,
             may_call=goal.may_call,
             code_version=goal.code_version,
-            companions=dict(goal.companions),
+            peer_versions=dict(goal.peer_versions),
             publish_models=self._publish_models,
         )
         set_replica_context(context)
@@ -212,7 +215,7 @@ class ReplicaProcess:
         if context is not None:
             context.code_version = goal.code_version
             context.may_call = goal.may_call
-            context.companions = dict(goal.companions)
+            context.peer_versions = dict(goal.peer_versions)
         return None
 
     def renew(self, identity: UserIdentity) -> None:
@@ -308,7 +311,7 @@ class ReplicaProcess:
     async def _write_metrics(self, bus_io: ReplicaIO) -> None:
         while True:
             bus_io.write_metrics()
-            self._lag.ask()
+            self._lag.measure()
             self._write_handle_metrics()
             if self._write_span_metrics is not None:
                 self._write_span_metrics()
@@ -386,7 +389,7 @@ async def _connect(connection: BusConnection) -> None:
             return
 
 
-def _open_tracing(order: StartReplicaRequest) -> OpenTracing | None:
+def _open_tracing(order: StartReplicaRequest) -> OtlpTracing | None:
     """Open tracing; the replica's own environment overrides its host's."""
     goal = order.goal
     own = {name: value for name, value in os.environ.items() if value}

@@ -70,7 +70,7 @@ class ReplicaCounts:
         """Called when a start is requested from the runtime."""
         self._starts[replica_tag] = _Start(self._now())
 
-    def hear(self, event: ReplicaEvent) -> None:
+    def record(self, event: ReplicaEvent) -> None:
         """Process an event of the runtime."""
         start = self._starts.get(event.replica_tag)
         if start is None:
@@ -228,7 +228,7 @@ class HostShell:
             if self._is_finished(now):
                 await self._tasks.close(_CLOSE_TIMEOUT_S)
                 return
-            wake_at = report_at if plan.look_again_at is None else min(report_at, plan.look_again_at)
+            wake_at = report_at if plan.check_again_at is None else min(report_at, plan.check_again_at)
             await self._sleep_until(wake_at)
 
     async def _sleep_until(self, wake_at: float) -> None:
@@ -274,7 +274,7 @@ class HostShell:
         return True
 
     def _process_event(self, event: ReplicaEvent) -> None:
-        self._counts.hear(event)
+        self._counts.record(event)
         if isinstance(event, Placed):
             self._processes[event.replica_tag] = event.process or str(event.pid)
         if isinstance(event, ProcessEnded):

@@ -1,7 +1,7 @@
 """Every metric that a process of Muster exports: the one place for its name, type, labels, unit and meaning.
 
-Why one place: exporters, the page METRICS.md, dashboards and alert rules all refer to the same metrics, and tests check
-each of them against this.
+Why one place: exporters, the page docs/reference/metrics.md, dashboards and alert rules all refer to the same metrics,
+and tests check each of them against this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "Exporter",
     "MetricKind",
     "MetricSpec",
-    "spec_of",
+    "get_spec",
 ]
 
 OWN_PREFIX: Final = "serve_"
@@ -50,6 +50,6 @@ _BY_NAME: Final = {spec.name: spec for spec in CATALOGUE}
 _BY_SERIES: Final = {series: spec for spec in CATALOGUE for series in spec.series}
 
 
-def spec_of(name: str) -> MetricSpec | None:
+def get_spec(name: str) -> MetricSpec | None:
     """The metric of that name, or with a sample of that name (``…_bucket``); None when there is none."""
     return _BY_NAME.get(name) or _BY_SERIES.get(name)

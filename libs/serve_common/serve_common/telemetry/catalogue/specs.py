@@ -91,7 +91,9 @@ LABELS: Final = {
     "proxy_id": LabelSpec(
         meaning="The proxy, as `muster status` names it.", bound="One for each proxy process."
     ),
-    "host_id": LabelSpec(meaning="The replica host, as `muster hosts` names it.", bound="One for each host."),
+    "host_id": LabelSpec(
+        meaning="The replica host, as `muster host list` shows it.", bound="One for each host."
+    ),
 }
 
 

@@ -52,7 +52,7 @@ def parse_queries(text: str) -> dict[str, str]:
 
 def ordered_migrations(texts: Mapping[str, str]) -> list[Migration]:
     """The migrations in the order of their numbers, from the texts by file name, such as
-    ``0001_checkpoint.sql``.
+    ``0001_initial.sql``.
 
     Raises ValueError when a name is not of that form or a number is missing or used twice.
     """
@@ -60,7 +60,7 @@ def ordered_migrations(texts: Mapping[str, str]) -> list[Migration]:
     for file_name, sql in sorted(texts.items()):
         matched = _MIGRATION.fullmatch(file_name)
         if matched is None:
-            raise ValueError(f"migration {file_name!r} is not named like 0001_checkpoint.sql")
+            raise ValueError(f"migration {file_name!r} is not named like 0001_initial.sql")
         found.append(Migration(int(matched[1]), matched[2], sql))
     if [migration.version for migration in found] != list(range(1, len(found) + 1)):
         raise ValueError(f"migrations are not numbered 1, 2, 3 …: {sorted(texts)}")

@@ -5,9 +5,9 @@
 -- Whether any migration ever ran.
 SELECT to_regclass('muster.schema_migrations') IS NOT NULL;
 
--- name: schema_version
--- The newest migration that ran, 0 for none.
-SELECT coalesce(max(version), 0) FROM schema_migrations;
+-- name: run_migrations
+-- The migrations that ran, in their order.
+SELECT version, name FROM schema_migrations ORDER BY version;
 
 -- name: note_migration
 -- Record that a migration ran: version, name.
@@ -51,7 +51,7 @@ SELECT kind, key, schema_version, value FROM checkpoint_rows;
 -- successor. `fence` waits for a takeover in progress and then sees its epoch; a takeover waits for this statement. It
 -- also counts the write: where the number is not the one after our last, the database was restored meanwhile.
 -- Parameters: 1 epoch; puts: 2 kinds, 3 keys, 4 schema versions, 5 values; deletes: 6 kinds, 7 keys;
--- history: 8 times, 9 who, 10 verbs, 11 subjects, 12 goal ids, 13 requests, 14 old, 15 new;
+-- history: 8 times, 9 principals, 10 verbs, 11 subjects, 12 goal ids, 13 requests, 14 old, 15 new;
 -- 16 history rows kept, null to keep all; 17 number of our last write, null for any; 18 controller_id, null for any: a
 -- database that was restored gives epochs again, also to another controller while we have yet to notice.
 WITH fence AS (
@@ -73,12 +73,12 @@ WITH fence AS (
     USING fence, unnest($6::text[], $7::text[]) AS gone (kind, key)
     WHERE old.kind = gone.kind AND old.key = gone.key
 ), noted AS (
-    INSERT INTO history (at, epoch, who, verb, subject, goal_id, request, old, new)
-    SELECT to_timestamp(line.at), fence.epoch, line.who, line.verb, line.subject, line.goal_id,
+    INSERT INTO history (at, epoch, principal, verb, subject, goal_id, request, old, new)
+    SELECT to_timestamp(line.at), fence.epoch, line.principal, line.verb, line.subject, line.goal_id,
         line.request::json, line.old::json, line.new::json
     FROM fence, unnest($8::float8[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[], $14::text[],
             $15::text[])
-        WITH ORDINALITY AS line (at, who, verb, subject, goal_id, request, old, new, place)
+        WITH ORDINALITY AS line (at, principal, verb, subject, goal_id, request, old, new, place)
     ORDER BY line.place
 ), trimmed AS (
     DELETE FROM history USING fence
@@ -91,7 +91,7 @@ SELECT writes FROM fence;
 -- A page of the audit log, the newest first: rows at most, subject or null, id that all must be below or null, bytes at
 -- most (but at least one row, so that a reader makes progress).
 WITH page AS (
-    SELECT id, at, who, epoch, verb, subject, goal_id, request, old, new
+    SELECT id, at, principal, epoch, verb, subject, goal_id, request, old, new
     FROM history
     WHERE ($2::text IS NULL OR subject = $2) AND ($3::bigint IS NULL OR id < $3)
     ORDER BY id DESC
@@ -103,7 +103,7 @@ WITH page AS (
     FROM page
     WINDOW newest AS (ORDER BY id DESC)
 )
-SELECT id, extract(epoch FROM at)::float8, who, epoch, verb, subject, goal_id, request, old, new
+SELECT id, extract(epoch FROM at)::float8, principal, epoch, verb, subject, goal_id, request, old, new
 FROM measured
 WHERE place = 1 OR bytes <= $4
 ORDER BY id DESC;

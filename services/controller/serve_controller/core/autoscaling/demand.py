@@ -50,10 +50,10 @@ def format_waiting(count: int) -> str:
 
 def format_wanted(seen: str, count: int, limited: int) -> str:
     """Text of the replicas that a load needs, and of the limit that applies."""
-    words = f"{seen}: {replicas_text(count)} wanted"
+    load_text = f"{seen}: {replicas_text(count)} wanted"
     if limited < count:
-        return f"{words}, max_replicas is {limited}"
-    return f"{words}, min_replicas is {limited}" if limited > count else words
+        return f"{load_text}, max_replicas is {limited}"
+    return f"{load_text}, min_replicas is {limited}" if limited > count else load_text
 
 
 def format_delay(load: str, waited_s: float, delay_s: float, what: str) -> str:
@@ -90,7 +90,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Whether there was no load at all."""
     queued: float
     at: float
-    words: str
+    load_text: str
     """The load as text for people."""
 
 
@@ -118,25 +118,25 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
     While replicas start (``is_starting``), requests wait because of that: they justify those replicas, but no further
     ones. Only requests in replicas do.
     """
-    reading = series[-1] if series else None
-    problem = _problem_of(reading, inputs.config, now)
-    if reading is None or reading.seen is None or problem:
+    sample = series[-1] if series else None
+    problem = _get_problem(sample, inputs.config, now)
+    if sample is None or sample.seen is None or problem:
         return problem or "nothing was read yet"
-    seen, query = reading.seen, inputs.config.query
-    burst = reading.burst
+    seen, query = sample.seen, inputs.config.query
+    burst = sample.burst
     if burst is not None and not 0 <= burst < math.inf:
         burst = None
-    is_idle = _is_nothing(reading, burst, 1.0 if query is None else min(query.target, 1.0))
-    found = _wanted(inputs, reading, seen)
+    is_idle = _is_nothing(sample, burst, 1.0 if query is None else min(query.target, 1.0))
+    found = _wanted(inputs, sample, seen)
     if isinstance(found, str):
         return found
-    wanted, words = found
+    wanted, load_text = found
     counted = wanted
-    if is_starting and inputs.asked is None and query is None:
-        working = (seen - reading.queued) / inputs.config.target_ongoing_requests
+    if is_starting and inputs.policy_target is None and query is None:
+        working = (seen - sample.queued) / inputs.config.target_ongoing_requests
         counted -= max(wanted - max(working, float(inputs.num_replicas)), 0.0)
     least = 0 if is_idle else 1
-    keep = with_spare(wanted) if inputs.asked is None else round_up(wanted)
+    keep = with_spare(wanted) if inputs.policy_target is None else round_up(wanted)
     return Demand(
         seen=seen,
         wanted=wanted,
@@ -144,23 +144,23 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
         more=max(round_up(counted), least),
         keep=max(keep, least),
         burst=None
-        if burst is None or query is not None or inputs.asked is not None
+        if burst is None or query is not None or inputs.policy_target is not None
         else min(burst / inputs.config.target_ongoing_requests, WANTED_MAX),
         is_idle=is_idle,
-        queued=reading.queued,
-        at=reading.at,
-        words=words,
+        queued=sample.queued,
+        at=sample.at,
+        load_text=load_text,
     )
 
 
-def _wanted(inputs: ScalingInput, reading: LoadSample, seen: float) -> tuple[float, str] | str:
+def _wanted(inputs: ScalingInput, sample: LoadSample, seen: float) -> tuple[float, str] | str:
     """Replicas needed for a load sample, and the load as text; or the reason why it cannot be used."""
     query = inputs.config.query
-    if inputs.asked is not None:
-        asked = float(min(max(inputs.asked, 0), WANTED_MAX))
-        return asked, f"the policy function asks for {number_text(asked)} replicas"
+    if inputs.policy_target is not None:
+        policy_target = float(min(max(inputs.policy_target, 0), WANTED_MAX))
+        return policy_target, f"the policy function asks for {number_text(policy_target)} replicas"
     if query is None:
-        over_s = inputs.config.look_back_period_s if reading.over_s is None else reading.over_s
+        over_s = inputs.config.look_back_period_s if sample.over_s is None else sample.over_s
         wanted = min(seen / inputs.config.target_ongoing_requests, WANTED_MAX)
         return wanted, f"{requests_text(number_text(seen))} seen over {number_text(round(over_s, 1))} s"
     if query.meaning is QueryMeaning.TOTAL:
@@ -172,15 +172,15 @@ def _wanted(inputs: ScalingInput, reading: LoadSample, seen: float) -> tuple[flo
     return wanted, f"the query gave {number_text(seen)} per replica, target {number_text(query.target)}"
 
 
-def _problem_of(reading: LoadSample | None, config: AutoscalingConfig, now: float) -> str:
+def _get_problem(sample: LoadSample | None, config: AutoscalingConfig, now: float) -> str:
     """Why this load sample cannot be used; empty if it can."""
-    if reading is None:
+    if sample is None:
         return "nothing was read yet"
-    if reading.seen is None:
-        return reading.missing or "the load was not read"
-    if not 0 <= reading.seen < math.inf or not 0 <= reading.queued < math.inf:
-        return f"{reading.seen:g} requests seen, {reading.queued:g} queued: no load can be that"
-    age_s = now - reading.at
+    if sample.seen is None:
+        return sample.missing or "the load was not read"
+    if not 0 <= sample.seen < math.inf or not 0 <= sample.queued < math.inf:
+        return f"{sample.seen:g} requests seen, {sample.queued:g} queued: no load can be that"
+    age_s = now - sample.at
     limit_s = stale_after_s(config)
     if math.isnan(age_s) or age_s > limit_s:
         return f"the newest reading is {age_s:.0f} s old, more than {limit_s:g} s"
@@ -189,9 +189,9 @@ def _problem_of(reading: LoadSample | None, config: AutoscalingConfig, now: floa
     return ""
 
 
-def _is_nothing(reading: LoadSample, burst: float | None, unit: float) -> bool:
+def _is_nothing(sample: LoadSample, burst: float | None, unit: float) -> bool:
     nothing = _NOTHING * unit
-    return (reading.seen or 0.0) <= nothing and reading.queued <= _NOTHING and (burst or 0.0) <= nothing
+    return (sample.seen or 0.0) <= nothing and sample.queued <= _NOTHING and (burst or 0.0) <= nothing
 
 
 _LATENESS_MAX_S: Final = 1.0
@@ -226,7 +226,7 @@ def grown(state: ScalingState, target: int, now: float) -> ScalingState:
         zero_since=None,
         fewer=(),
         last_up_at=now,
-        settled_at=None,
+        stabilized_at=None,
     )
 
 

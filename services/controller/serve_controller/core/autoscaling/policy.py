@@ -1,7 +1,7 @@
 """Decides the number of replicas of a backend from its load: wake, panic, scale up, scale down, or stay.
 
 The policy is a pure function whose memory is passed through: the same code runs in the controller, in the simulation
-that compares policies (``tests/bench/autoscaling``) and in tests that try millions of loads, and every decision can be
+that compares policies (``bench/autoscaling``) and in tests that try millions of loads, and every decision can be
 explained by its inputs.
 
 Names and defaults are those of Ray Serve 2.60 (``ray/serve/autoscaling_policy.py``). The rules and their sources:
@@ -79,7 +79,7 @@ class ScalingEvaluation:
     def __init__(self, inputs: ScalingInput, demand: Demand, state: ScalingState, now: float) -> None:
         self._config, self._num_replicas = inputs.config, inputs.num_replicas
         self._demand, self._now = demand, now
-        self._has_policy = inputs.asked is not None
+        self._has_policy = inputs.policy_target is not None
         self._more = within(demand.more, inputs.config)
         self._keep = within(demand.keep, inputs.config)
         fewer = record_wanted(state.fewer, self._keep, now)
@@ -93,7 +93,7 @@ class ScalingEvaluation:
             down_since=since_fewer_than(fewer, self._num_replicas),
             zero_since=since_fewer_than(fewer, 1),
         )
-        self._reason = format_wanted(demand.words, demand.more, self._more)
+        self._reason = format_wanted(demand.load_text, demand.more, self._more)
 
     def decide(self) -> ScalingDecision:
         """Apply the first matching rule: wake, panic, scale up, scale down, stay."""
@@ -119,9 +119,9 @@ class ScalingEvaluation:
         demand, config, state = self._demand, self._config, self._state
         if demand.burst is None or not config.panic_threshold:
             return None
-        settled_at = state.settled_at
+        stabilized_at = state.stabilized_at
         if state.last_up_at is not None and (
-            settled_at is None or demand.at - config.panic_window_s < settled_at
+            stabilized_at is None or demand.at - config.panic_window_s < stabilized_at
         ):
             return None
         times = demand.burst / self._num_replicas
@@ -269,8 +269,8 @@ def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, no
     """Decide the number of replicas at ``now`` (seconds since 1970) from the newest of ``series``. Never raises."""
     if state.decided is not None and state.decided != inputs.num_replicas:
         state = msgspec.structs.replace(state, up_since=None, down_since=None, zero_since=None, fewer=())
-    if inputs.asked_state is not None:
-        state = msgspec.structs.replace(state, policy_state=inputs.asked_state)
+    if inputs.new_policy_state is not None:
+        state = msgspec.structs.replace(state, policy_state=inputs.new_policy_state)
     limited = within(inputs.num_replicas, inputs.config)
     num_replicas, inputs = inputs.num_replicas, msgspec.structs.replace(inputs, num_replicas=limited)
     state = _stabilized(inputs, state, now)
@@ -325,19 +325,21 @@ def _is_per_replica(config: AutoscalingConfig) -> bool:
 
 
 def _stabilized(inputs: ScalingInput, state: ScalingState, now: float) -> ScalingState:
-    """Update `settled_at`: whether the replicas that were added last are running."""
-    if state.last_up_at is None or state.settled_at is not None:
+    """Update `stabilized_at`: whether the replicas that were added last are running."""
+    if state.last_up_at is None or state.stabilized_at is not None:
         return state
     if inputs.num_running < inputs.num_replicas and now - state.last_up_at < STARTING_S:
         return state
-    return msgspec.structs.replace(state, settled_at=now)
+    return msgspec.structs.replace(state, stabilized_at=now)
 
 
 def _is_starting(inputs: ScalingInput, series: Series, state: ScalingState) -> bool:
     """Whether the newest sample's window reaches back to when decided replicas were still starting."""
     if state.last_up_at is None or not series:
         return False
-    return state.settled_at is None or series[-1].at - inputs.config.look_back_period_s < state.settled_at
+    return (
+        state.stabilized_at is None or series[-1].at - inputs.config.look_back_period_s < state.stabilized_at
+    )
 
 
 def _known(config: AutoscalingConfig, state: ScalingState, now: float) -> ScalingState:
@@ -354,7 +356,9 @@ def _not_ahead(state: ScalingState, now: float) -> ScalingState:
     if state.last_up_at is None or state.last_up_at <= now:
         return state
     return msgspec.structs.replace(
-        state, last_up_at=now, settled_at=None if state.settled_at is None else min(state.settled_at, now)
+        state,
+        last_up_at=now,
+        stabilized_at=None if state.stabilized_at is None else min(state.stabilized_at, now),
     )
 
 

@@ -64,7 +64,7 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
     """When the load was known last."""
     is_unknown: bool = False
     """Whether the load was not known at the last decision."""
-    settled_at: float | None = None
+    stabilized_at: float | None = None
     """When all replicas of the last scale-up were running; None until then."""
     policy_state: dict[str, Any] = {}
     """State returned by the user's function."""
@@ -96,9 +96,9 @@ class ScalingInput(msgspec.Struct, frozen=True, kw_only=True):
     """The current target."""
     num_running: int
     """Replicas that take requests now."""
-    asked: int | None = None
+    policy_target: int | None = None
     """Number of replicas returned by the user's function; None for the default policy."""
-    asked_state: dict[str, Any] | None = None
+    new_policy_state: dict[str, Any] | None = None
     """State returned by the user's function; None leaves it unchanged."""
 
 
@@ -131,7 +131,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int = 0
     """Replicas that must be on the hosts' metrics pages: one that is disconnected is on none, and its load would be
     missing silently."""
-    began_at: Mapping[str, float] = {}
+    started_at: Mapping[str, float] = {}
     """Start times of these proxies and hosts, seconds since 1970, where known: a process had no load before its start,
     so it need not have been scraped then."""
 
@@ -167,16 +167,16 @@ def build_load_requests(
 ) -> list[LoadRequest]:
     """Load requests for these backends; those that are not (or no longer) autoscaled are left out."""
     proxies = frozenset(p for p in observed.proxies if is_proxy_live(observed, p, now))
-    began_at = {str(p): observed.proxies[p].report.started_at for p in proxies}
-    began_at |= {str(host_id): host.report.started_at for host_id, host in observed.hosts.items()}
-    asks = []
+    started_at = {str(p): observed.proxies[p].report.started_at for p in proxies}
+    started_at |= {str(host_id): host.report.started_at for host_id, host in observed.hosts.items()}
+    requests = []
     for tag in tags:
         backend = checkpoint.backends.get(tag)
         config = None if backend is None else backend.autoscaling
         if config is None:
             continue
-        routed = [r for r in checkpoint.replicas_of(tag).values() if r.state in ROUTED]
-        asks.append(
+        routed = [r for r in checkpoint.get_replicas(tag).values() if r.state in ROUTED]
+        requests.append(
             LoadRequest(
                 backend_tag=tag,
                 config=config,
@@ -185,10 +185,10 @@ def build_load_requests(
                     r.host_id for r in routed if r.host_id is not None and r.host_id in observed.hosts
                 ),
                 num_replicas=sum(now - replica.since >= SCRAPED_AFTER_S for replica in routed),
-                began_at=began_at,
+                started_at=started_at,
             )
         )
-    return asks
+    return requests
 
 
 def build_scrape_targets(observed: ObservedState, now: float) -> Targets:
@@ -203,14 +203,14 @@ def build_scrape_targets(observed: ObservedState, now: float) -> Targets:
 
 def num_running(checkpoint: Checkpoint, tag: BackendTag) -> int:
     """Replicas of a backend that take requests."""
-    return sum(replica.state in ROUTED for replica in checkpoint.replicas_of(tag).values())
+    return sum(replica.state in ROUTED for replica in checkpoint.get_replicas(tag).values())
 
 
-def unmeasured(ask: LoadRequest, measured: int) -> str:
+def unmeasured(request: LoadRequest, measured: int) -> str:
     """Why a load is not known though all services were scraped; empty if it is. ``measured``: replicas found."""
-    if measured >= ask.num_replicas:
+    if measured >= request.num_replicas:
         return ""
     return (
-        f"{measured} of {ask.num_replicas} replicas are on their hosts' pages of metrics: "
+        f"{measured} of {request.num_replicas} replicas are on their hosts' pages of metrics: "
         "the others are cut off from NATS, or from their hosts"
     )

@@ -12,7 +12,7 @@ from serve_common.errors import LimitReached
 from serve_common.names import GoalId, check_name
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals.scope import backend_keys, end_goal, owned_application, owned_backends
-from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ObjectKind, number_of
+from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ObjectKind, parse_number
 
 GOALS_PENDING_MAX = 20_000
 
@@ -44,7 +44,7 @@ def already_deleted(checkpoint: Checkpoint, subject: str, owned: str) -> Accepte
 
     ``owned`` is the key that the pending goal owns.
     """
-    goal_id = min(checkpoint.owners.get(owned, {}), key=number_of, default=None)
+    goal_id = min(checkpoint.owners.get(owned, {}), key=parse_number, default=None)
     return nothing_to_do(subject, goal_id, updating=goal_id is not None)
 
 
@@ -90,7 +90,7 @@ def new_goal(
     goal of the whole, so that the rest still has one.
     """
     replaced = {goal_id for key in owns for goal_id in draft.owners.get(key, {})}
-    whole = _whole_of(draft, replaced, kind, owns)
+    whole = _get_whole(draft, replaced, kind, owns)
     if whole is not None:
         kind, subject, owns = whole.kind, whole.subject, whole.owns
     if len(draft.pending) - len(replaced) >= GOALS_PENDING_MAX:
@@ -113,11 +113,13 @@ def new_goal(
     return goal_id
 
 
-def _whole_of(draft: Draft, replaced: Collection[GoalId], kind: GoalKind, owns: Sequence[str]) -> Goal | None:
+def _get_whole(
+    draft: Draft, replaced: Collection[GoalId], kind: GoalKind, owns: Sequence[str]
+) -> Goal | None:
     """The replaced goal of an application of which the new goal covers only a part, if any."""
     if kind not in (GoalKind.DEPLOY, GoalKind.DELETE):
         return None
-    for goal_id in sorted(replaced, key=number_of):
+    for goal_id in sorted(replaced, key=parse_number):
         former = draft.pending[goal_id]
         some, all_of_it = backend_keys(owns), backend_keys(former.owns)
         is_part = former.owns[0] not in owns and (
@@ -131,7 +133,7 @@ def _whole_of(draft: Draft, replaced: Collection[GoalId], kind: GoalKind, owns: 
 def _end_replaced(
     draft: Draft, replaced: Collection[GoalId], owns: Sequence[str], goal_id: GoalId, now: float
 ) -> None:
-    for former_id in sorted(replaced, key=number_of):
+    for former_id in sorted(replaced, key=parse_number):
         former = draft.pending[former_id]
         if former.owns[0] in owns or backend_keys(former.owns) & backend_keys(owns):
             end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")

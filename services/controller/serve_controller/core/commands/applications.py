@@ -29,8 +29,8 @@ from serve_controller.core.commands.deployments import (
 from serve_controller.core.commands.versions import (
     Wanted,
     as_scaled,
+    check_backend_limit,
     check_methods,
-    check_room_for_backends,
     check_target,
     make_backend,
 )
@@ -62,7 +62,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     takes_over = taken_over(checkpoint, route, ingress, members)
     if existing is None:
         _check_name_free(checkpoint, name, set(parts))
-    check_room_for_backends(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
+    check_backend_limit(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
     target = ApplicationVersion(ingress=ingress, deployments=sorted(parts), takes_over=takes_over)
     configs = {
         tag: EndpointConfig(

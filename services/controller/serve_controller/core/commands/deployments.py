@@ -33,8 +33,8 @@ from serve_controller.core.commands.accepted import (
 from serve_controller.core.commands.versions import (
     Wanted,
     as_scaled,
+    check_backend_limit,
     check_methods,
-    check_room_for_backends,
     check_target,
     make_backend,
     matches_target,
@@ -76,7 +76,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     existing = checkpoint.backends.get(tag)
     _check_prev_version(existing, command)
     if existing is None:
-        check_room_for_backends(checkpoint, 1)
+        check_backend_limit(checkpoint, 1)
     elif not goal_failed(checkpoint, existing.goal_id) and is_deployed_as(
         checkpoint, existing, wanted, config
     ):
@@ -108,8 +108,8 @@ def put_deployment(
     )
     if application is None:
         application = _joined(draft, tag)
-    known = draft.deployments.get(tag)
-    if known is not None and known.ended_at is None:
+    known = draft.living_deployment(tag)
+    if known is not None:
         draft.put(msgspec.structs.replace(known, application=application or known.application))
     else:
         draft.put(Deployment(tag=tag, application=application, started_at=now))
@@ -157,8 +157,7 @@ def _check_prev_version(existing: Backend | None, command: Deploy) -> None:
 
 def check_is_deployment(checkpoint: Checkpoint, tag: BackendTag, field: str = "name") -> None:
     """Raise `Conflict` when a backend or an endpoint that belongs to no deployment has the name."""
-    known = checkpoint.deployments.get(tag)
-    if known is not None and known.ended_at is None:
+    if checkpoint.living_deployment(tag) is not None:
         return
     if tag in checkpoint.backends:
         raise Conflict(f"{field}: {tag!r} is a backend that was made by create_backend; choose another name")
@@ -271,9 +270,9 @@ def give_up(draft: Draft, backend: Backend, goal_id: GoalId, *, force_kill: bool
             backend, goal_id=goal_id, deleting=True, force_kill=backend.force_kill or force_kill
         )
     )
-    deployment = draft.deployments.get(tag)
+    deployment = draft.living_deployment(tag)
     endpoint = draft.endpoints.get(EndpointTag(tag))
-    if deployment is not None and deployment.ended_at is None:
+    if deployment is not None:
         if endpoint is not None:
             draft.put(msgspec.structs.replace(deployment, ended_route=endpoint.target.route))
         draft.delete((ObjectKind.ENDPOINT, tag))
@@ -288,12 +287,11 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
     wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
     check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
-    deployment = checkpoint.deployments.get(tag)
-    if deployment is not None and deployment.ended_at is None:
+    if checkpoint.living_deployment(tag) is not None:
         raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use deploy or update_backend_config")
     existing = checkpoint.backends.get(tag)
     if existing is None:
-        check_room_for_backends(checkpoint, 1)
+        check_backend_limit(checkpoint, 1)
     elif matches_target(existing, wanted) and not goal_failed(checkpoint, existing.goal_id):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
@@ -312,8 +310,7 @@ def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -
     if is_under_way and (existing.force_kill or not command.force_kill):
         return nothing_to_do(tag, existing.goal_id, updating=True)
     check_unused(checkpoint, tag, set())
-    deployment = checkpoint.deployments.get(tag)
-    if deployment is not None and deployment.ended_at is None and not existing.deleting:
+    if checkpoint.living_deployment(tag) is not None and not existing.deleting:
         raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use delete_deployment")
     draft = Draft(checkpoint)
     goal_id = existing.goal_id
@@ -348,13 +345,12 @@ def update_backend_config(
         paused = paused or paused_by
     else:
         config = scaled_config(config, existing)
-    wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_kept=True)
+    wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_retained=True)
     is_there = matches_target(existing, wanted) and paused == existing.autoscaling_paused
     if is_there and not goal_failed(checkpoint, existing.goal_id):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
-    deployment = checkpoint.deployments.get(tag)
-    is_deployment = deployment is not None and deployment.ended_at is None
+    is_deployment = checkpoint.living_deployment(tag) is not None
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
     if (
         pending_goal(checkpoint, tag) is None

@@ -16,7 +16,7 @@ from serve_common.api.commands import (
     ShadowTraffic,
 )
 from serve_common.config.backend import merged
-from serve_common.config.endpoint import HttpOptions, check_endpoint_options, check_http_options
+from serve_common.config.endpoint import check_endpoint_options, check_http_options
 from serve_common.config.validation import shown
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
@@ -34,7 +34,6 @@ from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
 from serve_controller.core.goals.scope import deployments_removed_by, pending_goal
 from serve_controller.core.objects import (
-    TRAFFIC,
     EndpointConfig,
     EndpointRecord,
     GoalKind,
@@ -46,6 +45,8 @@ NUM_ENDPOINTS_MAX = 10_000
 SPLIT_MAX = 100
 """Most backends that one endpoint sends requests to, and most that it copies requests to."""
 _SUM_PLAY = 1e-6
+_TRAFFIC = ("traffic", "shadows")
+"""Fields of an endpoint's configuration that decide where its requests go."""
 
 
 def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float) -> Accepted:
@@ -90,7 +91,7 @@ def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Acce
     endpoint = _existing(checkpoint, command.endpoint)
     weights = _checked_weights(checkpoint, command.weights, "weights")
     target = msgspec.structs.replace(endpoint.target, traffic=weights)
-    return _set_alone(checkpoint, endpoint, target, TRAFFIC, now)
+    return _set_alone(checkpoint, endpoint, target, _TRAFFIC, now)
 
 
 def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -> Accepted:
@@ -107,7 +108,7 @@ def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -
     if len(shadows) > SPLIT_MAX:
         raise LimitReached(f"an endpoint has at most {SPLIT_MAX} shadows")
     target = msgspec.structs.replace(endpoint.target, shadows=shadows)
-    return _set_alone(checkpoint, endpoint, target, TRAFFIC, now)
+    return _set_alone(checkpoint, endpoint, target, _TRAFFIC, now)
 
 
 def set_endpoint_options(checkpoint: Checkpoint, command: SetEndpointOptions, now: float) -> Accepted:
@@ -153,8 +154,7 @@ def _existing(checkpoint: Checkpoint, name: str) -> EndpointRecord:
 
 
 def _is_deployments(checkpoint: Checkpoint, tag: EndpointTag) -> bool:
-    deployment = checkpoint.deployments.get(BackendTag(tag))
-    return deployment is not None and deployment.ended_at is None
+    return checkpoint.living_deployment(BackendTag(tag)) is not None
 
 
 def _check_backend(checkpoint: Checkpoint, tag: BackendTag, field: str) -> None:
@@ -194,8 +194,7 @@ SUBJECT = "http"
 def set_http_options(checkpoint: Checkpoint, command: SetHttpOptions, now: float) -> Accepted:
     """Change some HTTP options of all proxies."""
     record = checkpoint.http
-    known = HttpOptions() if record is None else record.target
-    options = check_http_options(merged(known, command.options, "options"))
+    options = check_http_options(merged(checkpoint.http_options, command.options, "options"))
     if record is not None and options == record.target and not goal_failed(checkpoint, record.goal_id):
         return nothing_to_do(SUBJECT, record.goal_id)
     draft = Draft(checkpoint)

@@ -11,6 +11,7 @@ from serve_common.api.commands import (
     PauseAutoscaling,
     ResumeAutoscaling,
     Scale,
+    Shutdown,
     ShutdownReply,
     UndrainHost,
     UpdateBackendConfig,
@@ -25,7 +26,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
 from serve_controller.core.commands.deployments import give_up, update_backend_config
 from serve_controller.core.goals.scope import deployment_owned, end_goal, host_owned
-from serve_controller.core.objects import Backend, GoalKind, HostRecord, ObjectKind, number_of
+from serve_controller.core.objects import Backend, GoalKind, HostRecord, ObjectKind, parse_number
 from serve_controller.core.scaling import check_within_limits
 
 
@@ -76,13 +77,13 @@ def scale(checkpoint: Checkpoint, command: Scale, now: float) -> Accepted:
     return update_backend_config(checkpoint, update, now, paused_by="scale")
 
 
-def pause_autoscaling(checkpoint: Checkpoint, command: PauseAutoscaling) -> Accepted:
+def pause_autoscaling(checkpoint: Checkpoint, command: PauseAutoscaling, _now: float) -> Accepted:
     """Pause the autoscaling of a backend until it is resumed."""
     backend = _autoscaled(checkpoint, command.backend_tag)
     return _set_paused(checkpoint, backend, backend.autoscaling_paused or "pause_autoscaling")
 
 
-def resume_autoscaling(checkpoint: Checkpoint, command: ResumeAutoscaling) -> Accepted:
+def resume_autoscaling(checkpoint: Checkpoint, command: ResumeAutoscaling, _now: float) -> Accepted:
     """Resume the autoscaling of a backend."""
     return _set_paused(checkpoint, _autoscaled(checkpoint, command.backend_tag), "")
 
@@ -109,13 +110,13 @@ def _set_paused(checkpoint: Checkpoint, backend: Backend, paused: str) -> Accept
 SUBJECT = "everything"
 
 
-def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
+def shutdown(checkpoint: Checkpoint, _command: Shutdown, now: float) -> Accepted:
     """Delete all applications, backends and endpoints. For pending deletions the reply has their goals."""
     draft = Draft(checkpoint)
     goal_ids: dict[GoalId, None] = {}
     for name in sorted(draft.applications):
         draft.delete((ObjectKind.APPLICATION, name))
-    for goal_id in sorted(draft.pending, key=number_of):
+    for goal_id in sorted(draft.pending, key=parse_number):
         goal = draft.pending[goal_id]
         if goal.kind is GoalKind.APPLICATION:
             # Before its parts are deleted one by one: while this goal is pending, a goal of a part would become one of

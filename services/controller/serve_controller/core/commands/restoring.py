@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from serve_common.api.commands import Command, RestoreReply
+from serve_common.api.commands import Command, Restore, RestoreReply
 from serve_common.api.views import GoalStatus
-from serve_common.config.endpoint import HttpOptions, check_endpoint_options
+from serve_common.config.endpoint import check_endpoint_options
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route, deployment_tag
 from serve_common.protocol.subjects import HTTP_KEY, backend_key, endpoint_key
@@ -27,18 +27,24 @@ from serve_controller.core.objects import (
     GoalKind,
     HttpRecord,
     ObjectKind,
-    number_of,
+    parse_number,
 )
 from serve_controller.core.restored import MARGIN, raise_counters_above
 
 SUBJECT = "everything"
 
 
-class RestoreFrom(Command, frozen=True, kw_only=True):
+class RestoreFrom(Command[RestoreReply], frozen=True, kw_only=True):
     """A `Restore` whose file is complete and decoded."""
 
+    verb = Restore.verb
     saved: Checkpoint
     summary: str
+
+
+def refuse_plan(_checkpoint: Checkpoint, _command: Restore, _now: float) -> Accepted:
+    """A `Restore` has only a page of the file, so it cannot be decided; only `Plan` asks for that."""
+    raise BadField("verb", "a restore has no plan; without confirm its file is checked")
 
 
 def check_backup(saved: Checkpoint) -> str:
@@ -79,7 +85,7 @@ def restore(checkpoint: Checkpoint, command: RestoreFrom, now: float) -> Accepte
     if saved.counters.goal > draft.counters.goal or saved.counters.ordinal > draft.counters.ordinal:
         # Another store than the one that was backed up: do not give numbers of that one again.
         draft.put(raise_counters_above(draft.counters, saved.counters, MARGIN))
-    for goal_id in sorted(draft.pending, key=number_of):
+    for goal_id in sorted(draft.pending, key=parse_number):
         end_goal(draft, draft.pending[goal_id], GoalStatus.SUPERSEDED, now, "replaced by restore")
     goals = [*_drop(draft, saved, now), *_put_backends(draft, saved, now), *_put_endpoints(draft, saved, now)]
     goals += _put_http(draft, saved, now)
@@ -139,7 +145,7 @@ def _put_backends(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
         _put_backend(draft, saved, saved.backends[tag], goals[tag])
         if tag in deployed:
             draft.put(saved.deployments[tag])
-        elif (known := draft.deployments.get(tag)) is not None and known.ended_at is None:
+        elif draft.living_deployment(tag) is not None:
             draft.delete((ObjectKind.DEPLOYMENT, tag))
     return list(dict.fromkeys(goals.values()))
 
@@ -186,9 +192,8 @@ def _put_endpoints(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
 
 
 def _put_http(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
-    target = HttpOptions() if saved.http is None else saved.http.target
-    present = HttpOptions() if draft.http is None else draft.http.target
-    if target == present:
+    target = saved.http_options
+    if target == draft.http_options:
         return []
     goal_id = new_goal(draft, GoalKind.HTTP, "", [HTTP_KEY], now)
     last_good = None if draft.http is None else draft.http.last_good

@@ -29,8 +29,8 @@ class Wanted(msgspec.Struct, frozen=True):
     version: str | None
     is_same_code: bool
     """Whether replicas of the current target may stay if the replica configuration is the same too."""
-    leaves_kept: bool = False
-    """Whether replicas kept by a failed update (`Backend.kept`) may stay, unless they would have to be reconfigured."""
+    leaves_retained: bool = False
+    """Whether replicas kept by a failed update (`Backend.retained`) may stay, unless they must be reconfigured."""
 
 
 def check_target(wanted: Wanted, at: str = "") -> None:
@@ -46,7 +46,11 @@ def as_scaled(wanted: Wanted, existing: Backend | None) -> Wanted:
     is_new = existing is None or _with_same_code(existing, wanted) is None
     config = scaled_config(wanted.backend_config, existing, is_new_code=is_new)
     return Wanted(
-        wanted.replica_config, config, wanted.version, wanted.is_same_code, leaves_kept=wanted.leaves_kept
+        wanted.replica_config,
+        config,
+        wanted.version,
+        wanted.is_same_code,
+        leaves_retained=wanted.leaves_retained,
     )
 
 
@@ -60,7 +64,7 @@ def check_methods(methods: list[str]) -> list[str]:
     return sorted(set(methods))
 
 
-def check_room_for_backends(checkpoint: Checkpoint, more: int) -> None:
+def check_backend_limit(checkpoint: Checkpoint, more: int) -> None:
     """Raise `LimitReached` when there would be too many."""
     if len(checkpoint.backends) + more > NUM_BACKENDS_MAX:
         raise LimitReached(
@@ -75,7 +79,7 @@ def matches_target(backend: Backend, wanted: Wanted) -> bool:
         wanted.is_same_code
         and not backend.deleting
         and not backend.halted
-        and (backend.kept is None or wanted.leaves_kept)
+        and (backend.retained is None or wanted.leaves_retained)
         and wanted.version == target.version
         and wanted.replica_config == target.replica_config
         and wanted.backend_config == target.backend_config
@@ -116,9 +120,9 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         backend_config=wanted.backend_config,
     )
     others = existing.others if light else [*existing.others, target]
-    kept = existing.kept if light and wanted.leaves_kept else None
-    if existing.kept is not None and kept is None:
-        others = [*others, existing.kept]
+    retained = existing.retained if light and wanted.leaves_retained else None
+    if existing.retained is not None and retained is None:
+        others = [*others, existing.retained]
     last_good = existing.last_good
     if existing.deleting and last_good is not None:
         # It was being deleted: if the new version fails, the deleted one must not come back.
@@ -128,7 +132,7 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         goal_id=goal_id,
         target=version,
         last_good=last_good,
-        kept=kept,
+        retained=retained,
         others=others,
         newest_code_version=newest_code,
         newest_config_version=newest_config,

@@ -9,10 +9,10 @@ import msgspec
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import OnFailure
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
+from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals.scope import (
-    ERROR_LENGTH_MAX,
     deployments_removed_by,
     end_goal,
     goal_failing_with,
@@ -105,7 +105,7 @@ def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None
     if failed.config_version == target.config_version and failed == target:
         draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0, last_error=error))
         return
-    replicas = draft.replicas_of(backend.backend_tag).values()
+    replicas = draft.get_replicas(backend.backend_tag).values()
     if any(
         r.code_version == target.code_version and r.config_version > target.config_version for r in replicas
     ):
@@ -119,7 +119,7 @@ def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None
             backend,
             target=target,
             last_good=target,
-            kept=failed if keeps and serves else None,
+            retained=failed if keeps and serves else None,
             others=[*backend.others, failed, backend.last_good],
             newest_config_version=newest_config,
             start_failures=0,
@@ -151,9 +151,9 @@ def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
     for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
         if backend is None or backend.deleting:
-            left = len(draft.replicas_of(tag))
+            left = len(draft.get_replicas(tag))
             if left:
-                stuck = sorted({r.message for r in draft.replicas_of(tag).values() if r.message})[:1]
+                stuck = sorted({r.message for r in draft.get_replicas(tag).values() if r.message})[:1]
                 return "; ".join([f"{left} replicas of {tag} still stop", *stuck])
         elif tag not in left_out:
             message = _replicas_missing(draft, backend)
@@ -171,14 +171,14 @@ def _not_drained(draft: Checkpoint, host_id: HostId) -> str:
     if not left:
         return ""
     backends = {r.backend_tag for r in left.values()}
-    waiting = {r.message for tag in backends for r in draft.replicas_of(tag).values() if r.message}
+    waiting = {r.message for tag in backends for r in draft.get_replicas(tag).values() if r.message}
     return "; ".join([f"{len(left)} replicas are still on it", *sorted(waiting)[:2]])
 
 
 def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
-    replicas = list(draft.replicas_of(backend.backend_tag).values())
-    wanted, target, kept = backend.num_wanted, backend.target, backend.kept
-    good = {v.config_version for v in (target, kept) if v is not None}
+    replicas = list(draft.get_replicas(backend.backend_tag).values())
+    wanted, target, retained = backend.num_wanted, backend.target, backend.retained
+    good = {v.config_version for v in (target, retained) if v is not None}
     ready = [r for r in replicas if r.state is ReplicaState.RUNNING and r.config_version in good]
     old = [
         r
@@ -324,13 +324,12 @@ def _mark_endpoint_good(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> N
 
 def _mark_backend_good(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
     former, others = backend.last_good, backend.others
-    replicas = draft.replicas_of(backend.backend_tag).values()
+    replicas = draft.get_replicas(backend.backend_tag).values()
     if former is not None and any(r.config_version == former.config_version for r in replicas):
         # Its last replicas are still stopping: the resources that they occupy must remain known.
         others = [*others, former]
     endpoint = draft.endpoints.get(EndpointTag(backend.backend_tag))
-    deployment = draft.deployments.get(backend.backend_tag)
-    is_deployment = deployment is not None and deployment.ended_at is None
+    is_deployment = draft.living_deployment(backend.backend_tag) is not None
     reached = endpoint.target if endpoint is not None and is_deployment else None
     revision = backend.newest_revision
     if not _is_alike(former, backend.target) or _newest_endpoint(draft, backend) != reached:

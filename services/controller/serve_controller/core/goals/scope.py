@@ -12,11 +12,10 @@ import msgspec
 
 from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, HostId
+from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, backend_key, endpoint_key, parse_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind
-
-ERROR_LENGTH_MAX = 8_000
 
 
 def end_goal(draft: Draft, goal: Goal, status: GoalStatus, now: float, error: str = "") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,23 +20,23 @@ from serve_common.api.views import (
     RevisionView,
 )
 from serve_common.errors import NotFound
-from serve_common.names import BackendTag, deployment_tag
+from serve_common.names import BackendTag, GoalId, deployment_tag
 from serve_controller.core.autoscaling.values import ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, BackendVersion, Goal, Replica, ReplicaState, Revision
 from serve_controller.core.transitions import ROUTED
-from serve_controller.core.views.hosts import ALL, page_of
+from serve_controller.core.views.hosts import ALL, paginate
 
 
 def view_autoscaling(
     checkpoint: Checkpoint,
     statuses: Mapping[BackendTag, ScalingStatus],
     now: float,
-    query: PagedQuery = ALL,
+    query: PagedQuery[Any] = ALL,
 ) -> list[AutoscalingView]:
     """Autoscaling of every backend that has an ``autoscaling_config``, in the order of their tags."""
     tags = [tag for tag, backend in checkpoint.backends.items() if _is_configured(backend)]
-    return [_view(checkpoint.backends[tag], statuses.get(tag), now) for tag in page_of(tags, query)]
+    return [_view(checkpoint.backends[tag], statuses.get(tag), now) for tag in paginate(tags, query)]
 
 
 def _is_configured(backend: Backend) -> bool:
@@ -74,15 +74,15 @@ def _view(backend: Backend, status: ScalingStatus | None, now: float) -> Autosca
     )
 
 
-def view_backends(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[BackendView]:
+def view_backends(checkpoint: Checkpoint, query: PagedQuery[Any] = ALL) -> list[BackendView]:
     """All backends in the order of their tags."""
     return [
-        _backend(checkpoint, checkpoint.backends[tag]) for tag in page_of(checkpoint.backends.keys(), query)
+        _backend(checkpoint, checkpoint.backends[tag]) for tag in paginate(checkpoint.backends.keys(), query)
     ]
 
 
 def _backend(checkpoint: Checkpoint, backend: Backend) -> BackendView:
-    status, message = status_of(checkpoint, backend)
+    status, message = get_status(checkpoint, backend)
     return BackendView(
         backend_tag=backend.backend_tag,
         backend_config=backend.target.backend_config,
@@ -91,7 +91,7 @@ def _backend(checkpoint: Checkpoint, backend: Backend) -> BackendView:
         status=status,
         message=message,
         goal_id=backend.goal_id,
-        goal_status=goal_status_of(checkpoint, backend),
+        goal_status=get_goal_status(checkpoint, backend.goal_id),
     )
 
 
@@ -109,20 +109,20 @@ def view_backend_config(checkpoint: Checkpoint, backend_tag: str) -> BackendConf
     )
 
 
-def goal_status_of(checkpoint: Checkpoint, backend: Backend) -> GoalStatus:
-    """Status of the backend's newest goal; a forgotten one counts as succeeded."""
-    goal = checkpoint.goals.get(backend.goal_id)
+def get_goal_status(checkpoint: Checkpoint, goal_id: GoalId) -> GoalStatus:
+    """Status of a goal; a forgotten one counts as succeeded."""
+    goal = checkpoint.goals.get(goal_id)
     return GoalStatus.SUCCEEDED if goal is None else goal.status
 
 
-def status_of(checkpoint: Checkpoint, backend: Backend) -> tuple[DeploymentStatus, str]:
+def get_status(checkpoint: Checkpoint, backend: Backend) -> tuple[DeploymentStatus, str]:
     """A backend's status, and the reason as text for people; empty when it is healthy.
 
     It is derived on request: it follows from the replicas and the newest goal, and a stored one could diverge from
     them.
     """
     goal = checkpoint.goals.get(backend.goal_id)
-    replicas = list(checkpoint.replicas_of(backend.backend_tag).values())
+    replicas = list(checkpoint.get_replicas(backend.backend_tag).values())
     serving = sum(r.state in ROUTED for r in replicas)
     reasons = "; ".join(sorted({r.message for r in replicas if r.message})[:3])
     if backend.deleting:
@@ -141,11 +141,11 @@ def status_of(checkpoint: Checkpoint, backend: Backend) -> tuple[DeploymentStatu
 
 
 def _after_failure(backend: Backend, goal: Goal, replicas: list[Replica]) -> str:
-    kept = backend.kept
-    if kept is not None:
-        count = sum(r.state in ROUTED and r.config_version == kept.config_version for r in replicas)
+    retained = backend.retained
+    if retained is not None:
+        count = sum(r.state in ROUTED and r.config_version == retained.config_version for r in replicas)
         if count:
-            name = kept.version or kept.code_version
+            name = retained.version or retained.code_version
             return f"the last change failed; {count} replicas of version {name} are kept: {goal.error}"
     return f"the last change failed and was undone: {goal.error}"
 
@@ -153,7 +153,7 @@ def _after_failure(backend: Backend, goal: Goal, replicas: list[Replica]) -> str
 def view_replicas(checkpoint: Checkpoint, backend: Backend) -> list[ReplicaView]:
     """A backend's replicas, the oldest first."""
     names = {v.code_version: v.version for v in backend.versions()}
-    replicas = sorted(checkpoint.replicas_of(backend.backend_tag).values(), key=lambda r: r.ordinal)
+    replicas = sorted(checkpoint.get_replicas(backend.backend_tag).values(), key=lambda r: r.ordinal)
     return [
         ReplicaView(
             replica_tag=replica.replica_tag,
@@ -166,28 +166,16 @@ def view_replicas(checkpoint: Checkpoint, backend: Backend) -> list[ReplicaView]
     ]
 
 
-class ReplicaCount(msgspec.Struct, frozen=True):
-    """How many replicas of a backend are in a state."""
-
-    backend_tag: str
-    state: str
-    count: int
-
-
-def count_replicas(checkpoint: Checkpoint) -> list[ReplicaCount]:
-    """Replicas by backend and state; every state is listed, so that a series falls to zero.
+def count_replicas(checkpoint: Checkpoint) -> Iterator[tuple[BackendTag, ReplicaState, int]]:
+    """Number of replicas of each backend in each state; every state is listed, so that a series falls to zero.
 
     One pass over all replicas, because this runs at every scrape, also with ten thousand of them.
     """
-    rows = []
     for tag in sorted(checkpoint.backends.keys()):
-        counts = Counter(replica.state for replica in checkpoint.replicas_of(tag).values())
-        rows += [
-            ReplicaCount(tag, state.value, counts[state])
-            for state in ReplicaState
-            if state is not ReplicaState.STOPPED
-        ]
-    return rows
+        counts = Counter(replica.state for replica in checkpoint.get_replicas(tag).values())
+        for state in ReplicaState:
+            if state is not ReplicaState.STOPPED:
+                yield tag, state, counts[state]
 
 
 def view_revisions(checkpoint: Checkpoint, name: str) -> list[RevisionView]:
@@ -200,13 +188,12 @@ def view_revisions(checkpoint: Checkpoint, name: str) -> list[RevisionView]:
     views = []
     for number in sorted(revisions.keys(), reverse=True):
         revision = revisions[number]
-        goal = checkpoint.goals.get(revision.goal_id)
         views.append(
             RevisionView(
                 revision=number,
                 at=revision.at,
                 goal_id=revision.goal_id,
-                status=GoalStatus.SUCCEEDED if goal is None else goal.status,
+                status=get_goal_status(checkpoint, revision.goal_id),
                 is_current=number == current,
                 version=revision.version.version,
                 import_path=revision.version.replica_config.import_path,

@@ -6,7 +6,7 @@ status is the worst of its deployments', because it serves only when all of its 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from serve_common.api.queries import PagedQuery
 from serve_common.api.views import (
@@ -17,7 +17,6 @@ from serve_common.api.views import (
     GoalStatus,
     SnapshotView,
 )
-from serve_common.config.endpoint import HttpOptions
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_controller.core.checkpoint import Checkpoint
@@ -29,8 +28,8 @@ from serve_controller.core.objects import (
     EndpointConfig,
     EndpointRecord,
 )
-from serve_controller.core.views.backends import goal_status_of, status_of, view_replicas
-from serve_controller.core.views.hosts import ALL, page_of
+from serve_controller.core.views.backends import get_goal_status, get_status, view_replicas
+from serve_controller.core.views.hosts import ALL, paginate
 
 WORSE: Final = (
     DeploymentStatus.HEALTHY,
@@ -43,17 +42,17 @@ WORSE: Final = (
 NUM_REASONS_MAX: Final = 3
 
 
-def view_applications(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[ApplicationView]:
+def view_applications(checkpoint: Checkpoint, query: PagedQuery[Any] = ALL) -> list[ApplicationView]:
     """All applications in the order of their names."""
     return [
         _application(checkpoint, checkpoint.applications[name])
-        for name in page_of(checkpoint.applications.keys(), query)
+        for name in paginate(checkpoint.applications.keys(), query)
     ]
 
 
 def _application(checkpoint: Checkpoint, application: Application) -> ApplicationView:
     goal = checkpoint.goals.get(application.goal_id)
-    goal_status = GoalStatus.SUCCEEDED if goal is None else goal.status
+    goal_status = get_goal_status(checkpoint, application.goal_id)
     ingress = checkpoint.endpoints.get(EndpointTag(application.target.ingress))
     status, message = _status(checkpoint, application, goal_status)
     if status is DeploymentStatus.HEALTHY and goal is not None and goal_status is GoalStatus.FAILED:
@@ -81,7 +80,7 @@ def _status(
         backend = checkpoint.backends.get(tag)
         if backend is None:
             continue
-        status, message = status_of(checkpoint, backend)
+        status, message = get_status(checkpoint, backend)
         worst = max(worst, status, key=WORSE.index)
         if status is not DeploymentStatus.HEALTHY and message:
             reasons.append(f"{tag}: {message}")
@@ -104,14 +103,14 @@ def view_deployment(checkpoint: Checkpoint, name: str) -> DeploymentView:
 
 def view_deployments(
     checkpoint: Checkpoint,
-    query: PagedQuery = ALL,
+    query: PagedQuery[Any] = ALL,
     *,
     include_deleted: bool = False,
     with_replicas: bool = True,
 ) -> list[DeploymentView]:
     """All deployments in the order of their names."""
     views = []
-    for tag in page_of(_tags(checkpoint, include_deleted=include_deleted), query):
+    for tag in paginate(_tags(checkpoint, include_deleted=include_deleted), query):
         deployment, backend = checkpoint.deployments[tag], _living(checkpoint, tag)
         if backend is not None:
             views.append(_present(checkpoint, deployment, backend, with_replicas=with_replicas))
@@ -120,10 +119,10 @@ def view_deployments(
     return views
 
 
-def view_snapshot(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[SnapshotView]:
+def view_snapshot(checkpoint: Checkpoint, query: PagedQuery[Any] = ALL) -> list[SnapshotView]:
     """Every deployment in short, in the order of their names, including deleted ones."""
     views = []
-    for tag in page_of(_tags(checkpoint, include_deleted=True), query):
+    for tag in paginate(_tags(checkpoint, include_deleted=True), query):
         deployment, backend = checkpoint.deployments[tag], _living(checkpoint, tag)
         version = deployment.ended_as if backend is None else backend.target
         assert version is not None
@@ -133,7 +132,7 @@ def view_snapshot(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[Snaps
                 class_name=version.replica_config.import_path.partition(":")[2],
                 version=UNVERSIONED if version.version is None else version.version,
                 route=deployment.ended_route if backend is None else _reached(checkpoint, tag).route,
-                status=DeploymentStatus.DELETED if backend is None else status_of(checkpoint, backend)[0],
+                status=DeploymentStatus.DELETED if backend is None else get_status(checkpoint, backend)[0],
                 start_time=deployment.started_at,
                 end_time=deployment.ended_at if backend is None else None,
             )
@@ -151,8 +150,7 @@ def _tags(checkpoint: Checkpoint, *, include_deleted: bool) -> list[BackendTag]:
 
 def _living(checkpoint: Checkpoint, tag: BackendTag) -> Backend | None:
     """The backend of an existing deployment; a backend created under the tag of a deleted deployment does not count."""
-    deployment = checkpoint.deployments.get(tag)
-    return None if deployment is None or deployment.ended_at is not None else checkpoint.backends.get(tag)
+    return None if checkpoint.living_deployment(tag) is None else checkpoint.backends.get(tag)
 
 
 def _reached(checkpoint: Checkpoint, tag: BackendTag) -> EndpointConfig:
@@ -165,7 +163,7 @@ def _present(
     checkpoint: Checkpoint, deployment: Deployment, backend: Backend, *, with_replicas: bool
 ) -> DeploymentView:
     application = checkpoint.applications.get(deployment.application)
-    status, message = status_of(checkpoint, backend)
+    status, message = get_status(checkpoint, backend)
     reached = _reached(checkpoint, backend.backend_tag)
     return DeploymentView(
         name=backend.backend_tag,
@@ -178,7 +176,7 @@ def _present(
         backend_config=backend.target.backend_config,
         replica_config=backend.target.replica_config,
         goal_id=backend.goal_id,
-        goal_status=goal_status_of(checkpoint, backend),
+        goal_status=get_goal_status(checkpoint, backend.goal_id),
         replicas=view_replicas(checkpoint, backend) if with_replicas else [],
         application=deployment.application,
         is_ingress=application is not None and application.target.ingress == deployment.tag,
@@ -207,9 +205,9 @@ def _gone(deployment: Deployment, version: BackendVersion) -> DeploymentView:
     )
 
 
-def view_endpoints(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[EndpointView]:
+def view_endpoints(checkpoint: Checkpoint, query: PagedQuery[Any] = ALL) -> list[EndpointView]:
     """All endpoints in the order of their tags."""
-    return [_endpoint(checkpoint.endpoints[tag]) for tag in page_of(checkpoint.endpoints.keys(), query)]
+    return [_endpoint(checkpoint.endpoints[tag]) for tag in paginate(checkpoint.endpoints.keys(), query)]
 
 
 def _endpoint(endpoint: EndpointRecord) -> EndpointView:
@@ -222,8 +220,3 @@ def _endpoint(endpoint: EndpointRecord) -> EndpointView:
         shadows={str(tag): proportion for tag, proportion in sorted(target.shadows.items())},
         options=target.options,
     )
-
-
-def view_http_config(checkpoint: Checkpoint) -> HttpOptions:
-    """The HTTP options of all proxies; the defaults until they are changed."""
-    return HttpOptions() if checkpoint.http is None else checkpoint.http.target

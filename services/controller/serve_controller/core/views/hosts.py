@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from immutables import Map
 
@@ -14,7 +14,7 @@ from serve_common.errors import BadField, NotFound
 from serve_common.names import GoalId
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.progress import waits_for
-from serve_controller.core.objects import number_of
+from serve_controller.core.objects import parse_number
 from serve_controller.core.observed import ObservedState, host_status, is_proxy_silent
 
 
@@ -25,7 +25,7 @@ def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) 
     """
     goal = checkpoint.goals.get(goal_id)
     if goal is None:
-        if 0 < number_of(goal_id) <= checkpoint.counters.goal:
+        if 0 < parse_number(goal_id) <= checkpoint.counters.goal:
             raise NotFound(f"goal_id: {goal_id} ended and is forgotten by now")
         raise NotFound(f"goal_id: {goal_id[:80]!r} was never given")
     message = waits_for(checkpoint, observed, goal) if goal.status is GoalStatus.PENDING else ""
@@ -34,11 +34,11 @@ def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) 
 
 Name = TypeVar("Name", bound=str)
 
-ALL: Final = PagedQuery()
+ALL: Final[PagedQuery[Any]] = PagedQuery()
 """Everything on one page."""
 
 
-def page_of(names: Iterable[Name], query: PagedQuery) -> list[Name]:
+def paginate(names: Iterable[Name], query: PagedQuery[Any]) -> list[Name]:
     """The names that the query asks for, in order. Raises `BadField` for a limit outside 1 to `PAGE_LIMIT_MAX`.
 
     Pages continue after a name and not at a number: objects come and go between two pages, and one that exists all the
@@ -59,17 +59,17 @@ def checked_limit(limit: int, limit_max: int) -> int:
 
 
 def view_hosts(
-    checkpoint: Checkpoint, observed: ObservedState, now: float, query: PagedQuery = ALL
+    checkpoint: Checkpoint, observed: ObservedState, now: float, query: PagedQuery[Any] = ALL
 ) -> list[HostView]:
     """All hosts that reported lately, in the order of their ids."""
     views = []
-    for host_id in page_of(observed.hosts, query):
+    for host_id in paginate(observed.hosts, query):
         host, record = observed.hosts[host_id], checkpoint.hosts.get(host_id)
         views.append(
             HostView(
                 host_id=host_id,
                 status=host_status(observed, host_id, now).value,
-                report_age_s=round(now - host.heard_at, 3),
+                report_age_s=round(now - host.last_seen_at, 3),
                 resources=host.report.resources,
                 num_replicas=len(checkpoint.by_host.get(host_id, Map())),
                 draining=record is not None and record.draining,
@@ -78,10 +78,10 @@ def view_hosts(
     return views
 
 
-def view_proxies(observed: ObservedState, now: float, query: PagedQuery = ALL) -> list[ProxyView]:
+def view_proxies(observed: ObservedState, now: float, query: PagedQuery[Any] = ALL) -> list[ProxyView]:
     """All proxies that reported lately, in the order of their ids."""
     views = []
-    for proxy_id in page_of(observed.proxies, query):
+    for proxy_id in paginate(observed.proxies, query):
         proxy = observed.proxies[proxy_id]
         is_lost = is_proxy_silent(observed, proxy, now)
         status = "lost" if is_lost else "leaving" if proxy.report.leaving else "live"
@@ -89,7 +89,7 @@ def view_proxies(observed: ObservedState, now: float, query: PagedQuery = ALL) -
             ProxyView(
                 proxy_id=proxy_id,
                 status=status,
-                report_age_s=round(now - proxy.heard_at, 3),
+                report_age_s=round(now - proxy.last_seen_at, 3),
                 address=proxy.report.address,
                 applied_snapshot_id=proxy.report.applied_snapshot_id,
             )

@@ -29,7 +29,7 @@ _FRAMES_OVER_MAX: Final = 1
 """Tolerance for routers that do not count the request's first frame."""
 
 
-class Order(Enum):
+class SequenceCheck(Enum):
     """How a frame's sequence number relates to the expected one."""
 
     NEXT = "next"
@@ -74,15 +74,15 @@ class IncomingFrames:
         """Frames received, except the request's first one."""
         return self._next_sequence - 1
 
-    def take(self, sequence: int) -> Order:
+    def take(self, sequence: int) -> SequenceCheck:
         """Check the sequence number of a received frame, and count the frame."""
         if sequence != self._next_sequence:
-            return Order.DOUBLED if sequence < self._next_sequence else Order.LOST
+            return SequenceCheck.DOUBLED if sequence < self._next_sequence else SequenceCheck.LOST
         if self._unprocessed_frames > self._window + _FRAMES_OVER_MAX:
-            return Order.TOO_MANY
+            return SequenceCheck.TOO_MANY
         self._next_sequence += 1
         self._unprocessed_frames += 1
-        return Order.NEXT
+        return SequenceCheck.NEXT
 
     def release(self, frames: int) -> int:
         """Mark ``frames`` as processed; returns the credit to grant now, 0 until a part of the window is free."""

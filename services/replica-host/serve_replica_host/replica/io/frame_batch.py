@@ -91,7 +91,7 @@ class FrameSender:
         """``now`` is `time.monotonic` or a fake."""
         self.publish = publish
         self._now = now
-        self._lost_answers = RateLimitedLogger(_log.warning)
+        self._lost_response_logger = RateLimitedLogger(_log.warning)
 
     def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
         """Send a frame and return it.
@@ -107,4 +107,4 @@ class FrameSender:
         try:
             self.publish(reply, frame)
         except (NotConnected, OutboundFull, InvalidSubject) as error:
-            self._lost_answers.log(self._now(), "answer_lost", kind=kind, error=str(error))
+            self._lost_response_logger.log(self._now(), "answer_lost", kind=kind, error=str(error))

@@ -30,19 +30,19 @@ from serve_common.protocol.frames import (
 from serve_common.protocol.subjects import is_inbox
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import Occupancy, RequestMetrics
-from serve_replica_host.replica.io.flow import IncomingFrames, Order, OutgoingMessages
+from serve_replica_host.replica.io.flow import IncomingFrames, OutgoingMessages, SequenceCheck
 from serve_replica_host.replica.io.frame_batch import FrameSender, Publish
 from serve_replica_host.replica.io.request import (
     BodyPiece,
+    IoEvent,
     Phase,
     ReplicaRequest,
     SocketReceived,
     Taken,
-    ToBus,
-    ToUser,
+    UserEvent,
 )
 from serve_replica_host.replica.io.response_frames import ResponseFrames
-from serve_replica_host.replica.io.slots import CLOSE_REASON, SERVICE_RESTART, QuietSockets, Slots
+from serve_replica_host.replica.io.slots import CLOSE_REASON, SERVICE_RESTART, IdleSockets, Slots
 
 _log = structlog.get_logger(__name__)
 
@@ -56,24 +56,24 @@ class BodyFrames:
 
     def __init__(
         self,
-        answers: ResponseFrames,
+        responses: ResponseFrames,
         frames: FrameSender,
-        to_user: Callable[[ToUser], object],
+        user_queue: Callable[[UserEvent], object],
         now: Callable[[], float],
         *,
         streams_bodies: bool,
     ) -> None:
         """``streams_bodies``: HTTP handlers may start before a body is complete. ``now`` is `time.monotonic`."""
-        self._answers = answers
+        self._responses = responses
         self._frames = frames
-        self._to_user = to_user
+        self._user_queue = user_queue
         self._now = now
         self._streams_bodies = streams_bodies
         self._credits_sent = 0
         """Number of credit messages sent."""
         self._bad_frames = RateLimitedLogger(_log.warning)
 
-    def begin(self, exchange: ReplicaRequest, first: memoryview) -> None:
+    def start(self, exchange: ReplicaRequest, first: memoryview) -> None:
         """Start a request whose body is incomplete; ``first`` is the part that arrived with its head."""
         incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
         incoming.first()
@@ -88,11 +88,11 @@ class BodyFrames:
         if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
             return  # it was complete, or is not read any more
         order = incoming.take(head.sequence)
-        if order is Order.NEXT:
+        if order is SequenceCheck.NEXT:
             self._add_piece(exchange, incoming, body, last=head.last)
-        elif order is Order.LOST:
+        elif order is SequenceCheck.LOST:
             self._refuse(exchange, "a part of the body was lost")
-        elif order is Order.TOO_MANY:
+        elif order is SequenceCheck.TOO_MANY:
             self._refuse(exchange, "the router sends more of the body than it was allowed to")
 
     def _add_piece(
@@ -109,7 +109,7 @@ class BodyFrames:
             if is_whole:
                 exchange.incoming = None
             if piece or is_whole:
-                self._to_user(BodyPiece(exchange, bytes(piece), is_whole))
+                self._user_queue(BodyPiece(exchange, bytes(piece), is_whole))
             else:
                 self.grant_credit(exchange, incoming, 1)
         else:
@@ -122,7 +122,7 @@ class BodyFrames:
         body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
         if body_bytes > REQUEST_BODY_BYTES_MAX:
             message = f"the body has {body_bytes} bytes or more; a replica takes {REQUEST_BODY_BYTES_MAX}"
-            self._answers.fail(exchange, LimitReached.error_code, 413, message)
+            self._responses.fail(exchange, LimitReached.error_code, 413, message)
             return
         incoming.pieces.append(bytes(piece))
         if is_whole:
@@ -141,15 +141,15 @@ class BodyFrames:
         if exchange.is_dropped or exchange.phase is Phase.SENDING:
             return
         order = incoming.take(head.sequence)
-        if order is Order.NEXT:
+        if order is SequenceCheck.NEXT:
             outgoing = exchange.outgoing
             exchange.sent_before = outgoing.sent_frames if isinstance(outgoing, OutgoingMessages) else 0
-            self._to_user(SocketReceived(exchange, bytes(body), head.is_text, head.last))
-        elif order is not Order.DOUBLED:
+            self._user_queue(SocketReceived(exchange, bytes(body), head.is_text, head.last))
+        elif order is not SequenceCheck.DOUBLED:
             self._refuse(exchange, "a message was lost")
 
     def _refuse(self, exchange: ReplicaRequest, message: str) -> None:
-        self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
+        self._responses.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
 
     def grant_credit(self, exchange: ReplicaRequest, incoming: IncomingFrames, frames: int) -> None:
         """Grant the router credit for ``frames`` that the user's code has read."""
@@ -160,7 +160,7 @@ class BodyFrames:
 
     def _work_on(self, exchange: ReplicaRequest) -> None:
         exchange.phase = Phase.WORKING
-        self._to_user(exchange)
+        self._user_queue(exchange)
 
 
 ROUTER_SILENT_S: Final = 30.0
@@ -192,7 +192,7 @@ class ReplicaProtocol:
         self,
         *,
         publish: Publish,
-        to_user: Callable[[ToUser], object],
+        user_queue: Callable[[UserEvent], object],
         now: Callable[[], float],
         metrics: RequestMetrics,
         max_concurrent_queries: int,
@@ -201,16 +201,18 @@ class ReplicaProtocol:
         """``now`` is `time.monotonic`; ``streams_bodies``: HTTP handlers may start before a body is complete."""
         self.max_concurrent_queries = max_concurrent_queries
         self.is_draining = False
-        self._to_user = to_user
+        self._user_queue = user_queue
         self._now = now
         self._metrics = metrics
         self._slots = Slots(now, metrics, self._start_waiting)
         self._waiting = self._slots.waiting
-        self._exchanges = self._slots.held
+        self._exchanges = self._slots.active
         self._frames = FrameSender(publish, now)
-        self._answers = ResponseFrames(self._slots, self._frames, to_user)
-        self._bodies = BodyFrames(self._answers, self._frames, to_user, now, streams_bodies=streams_bodies)
-        self._quiet_sockets = QuietSockets()
+        self._responses = ResponseFrames(self._slots, self._frames, user_queue)
+        self._bodies = BodyFrames(
+            self._responses, self._frames, user_queue, now, streams_bodies=streams_bodies
+        )
+        self._idle_sockets = IdleSockets()
         self._bad_frames = RateLimitedLogger(_log.warning)
         self._is_disconnected = False
         self._reconnects = 0
@@ -282,12 +284,12 @@ class ReplicaProtocol:
             return
         exchange = self._exchanges.get(reply)
         if exchange is not None:
-            exchange.heard_at = self._now()
+            exchange.last_seen_at = self._now()
             self._on_frame_of_request(exchange, head, body)
         elif reply in self._waiting:
             if type(head) is CancelHead:
                 self._cancel_waiting(reply)
-            elif type(head) is ProbeHead and head.wants_sign:
+            elif type(head) is ProbeHead:
                 self._frames.send(reply, AliveHead())
         elif type(head) is ProbeHead:
             self._on_probe(reply, head.age_s)
@@ -299,17 +301,16 @@ class ReplicaProtocol:
             case MessageHead():
                 self._bodies.take_message(exchange, head, body)
             case CreditHead(frames):
-                self._answers.allow(exchange, frames)
+                self._responses.allow(exchange, frames)
             case CancelHead():
-                self._answers.drop(exchange, STATUS_CANCELLED)
+                self._responses.drop(exchange, STATUS_CANCELLED)
             case CloseHead(code, reason):
-                self._answers.drop(exchange, exchange.response_status or STATUS_CANCELLED, code, reason)
-            case ProbeHead(_, wants_sign):
+                self._responses.drop(exchange, exchange.response_status or STATUS_CANCELLED, code, reason)
+            case ProbeHead():
                 if exchange.last_frame:  # it was answered, and the unwanted work goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
-                elif wants_sign:
+                else:
                     self._frames.send(exchange.reply, AliveHead())
-                # Otherwise no response means that the request is known.
             case RequestHead() | AliveHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
@@ -336,13 +337,13 @@ class ReplicaProtocol:
             exchange.body = bytes(body)
             self._work_on(exchange)
         else:
-            self._bodies.begin(exchange, body)
+            self._bodies.start(exchange, body)
 
     # -- requests that wait for a slot --
 
     def _may_wait(self, head: RequestHead, body: memoryview) -> bool:
         return (
-            head.patient
+            head.may_queue
             and not self.is_draining
             and not self._waiting.is_full
             and head.kind is not RequestKind.WEBSOCKET
@@ -384,9 +385,9 @@ class ReplicaProtocol:
     def _on_probe(self, reply: bytes, age_s: float) -> None:
         """Answer a probe for a request that is not in flight (any more)."""
         recent = self._slots.recent
-        answer = recent.answer(reply)
-        if answer:
-            self._frames.send_again(reply, answer)
+        response = recent.response(reply)
+        if response:
+            self._frames.send_again(reply, response)
         elif age_s and reply not in recent and recent.covers(self._now() - age_s - _TRAVEL_S):
             # If it still arrives, it is not started.
             frame = self._frames.send(reply, RefusedHead("never_begun", self.in_flight))
@@ -396,7 +397,7 @@ class ReplicaProtocol:
 
     def _work_on(self, exchange: ReplicaRequest) -> None:
         exchange.phase = Phase.WORKING
-        self._to_user(exchange)
+        self._user_queue(exchange)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -412,27 +413,27 @@ class ReplicaProtocol:
                 continue
             if now >= exchange.deadline and not exchange.has_response_started:
                 message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
-                self._answers.fail(exchange, DeadlineExceeded.error_code, 504, message)
+                self._responses.fail(exchange, DeadlineExceeded.error_code, 504, message)
             elif (
                 not self._is_disconnected
-                and now - max(exchange.heard_at, self._connected_at) >= ROUTER_SILENT_S
+                and now - max(exchange.last_seen_at, self._connected_at) >= ROUTER_SILENT_S
             ):
-                self._answers.drop(exchange, STATUS_CANCELLED)
+                self._responses.drop(exchange, STATUS_CANCELLED)
         if self.is_draining:
             watched = () if self._is_disconnected else self._exchanges.values()
-            for exchange in self._quiet_sockets.find(watched, now):
+            for exchange in self._idle_sockets.find(watched, now):
                 # For a router that loses it and probes.
                 exchange.last_frame = self._frames.send(
                     exchange.reply, CloseHead(SERVICE_RESTART, CLOSE_REASON)
                 )
-                self._answers.drop(exchange, exchange.response_status, SERVICE_RESTART, CLOSE_REASON)
+                self._responses.drop(exchange, exchange.response_status, SERVICE_RESTART, CLOSE_REASON)
 
     # -- outcomes of the user side --------------------------------------------------------------------------------
 
-    def handle_outcome(self, outcome: ToBus) -> None:
+    def handle_outcome(self, outcome: IoEvent) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
         if type(outcome) is not Taken:
-            self._answers.take(outcome)
+            self._responses.take(outcome)
             return
         exchange = outcome.exchange
         if exchange.incoming is not None and not exchange.is_dropped:

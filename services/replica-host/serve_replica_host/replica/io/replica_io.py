@@ -21,7 +21,7 @@ from serve_common.runtime.threads import Mailbox
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.frame_batch import FrameBatch
 from serve_replica_host.replica.io.protocol import ReplicaProtocol
-from serve_replica_host.replica.io.request import Left, ToBus, ToUser
+from serve_replica_host.replica.io.request import IoEvent, Left, UserEvent
 from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.telemetry.traces import Traces
 from serve_replica_host.replica.user.code import UserCode
@@ -42,16 +42,20 @@ class NatsReader:
     """
 
     def __init__(
-        self, to_user: Mailbox[ToUser], frames: FrameBatch, lock: threading.RLock, work: Callable[[], None]
+        self,
+        user_queue: Mailbox[UserEvent],
+        frames: FrameBatch,
+        lock: threading.RLock,
+        work: Callable[[], None],
     ) -> None:
-        """``to_user`` receives items for the user side; reads happen on its loop.
+        """``user_queue`` receives items for the user side; reads happen on its loop.
 
         ``lock`` is the one under which `ReplicaProtocol` is called; ``work`` is called on the user loop after reading.
         """
         self.is_on_user_loop = False
         """True while the user loop reads; accessed under the lock."""
-        self._to_user = to_user
-        self._user_loop = to_user.loop
+        self._user_queue = user_queue
+        self._user_loop = user_queue.loop
         self._frames = frames
         self._process_user_items = work
         self._lock = lock
@@ -85,7 +89,7 @@ class NatsReader:
         except RuntimeError:  # the loop is closed: the process exits
             former.close()
 
-    def look(self) -> None:
+    def read_unread(self) -> None:
         """Read what a blocked user loop leaves unread; called on the bus loop, several times a second.
 
         Why: refusals, cancels, probes and drains must not wait for user code. Data that is unread at two consecutive
@@ -100,11 +104,11 @@ class NatsReader:
         if not (was_readable and self._was_readable):
             return
         with self._lock:
-            self._to_user.gather()
+            self._user_queue.gather()
             while self._read():
                 pass
             self._frames.flush()
-        self._to_user.wake()
+        self._user_queue.wake()
 
     # -- on the user loop --
 
@@ -185,23 +189,23 @@ class ReplicaIO:
         self._metrics = metrics
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
-        self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - created below
-        self._reader = NatsReader(self._to_user, self._frames, self._lock, self._process_user_items)
+        self._user_queue: Mailbox[UserEvent] = Mailbox(user_loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - created below
+        self._reader = NatsReader(self._user_queue, self._frames, self._lock, self._process_user_items)
         self._protocol = ReplicaProtocol(
             publish=self._frames.publish,
-            to_user=self._put_for_user,
+            user_queue=self._put_for_user,
             now=time.monotonic,
             metrics=metrics,
             max_concurrent_queries=max_concurrent_queries,
             streams_bodies=code.streams_bodies,
         )
-        to_bus: Mailbox[ToBus] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
+        io_queue: Mailbox[IoEvent] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
         self._direct = DirectResponses(
-            connection, to_bus.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
+            connection, io_queue.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
         )
-        self.user_executor: Final = UserExecutor(code, to_bus.put, self._direct, traces)
+        self.user_executor: Final = UserExecutor(code, io_queue.put, self._direct, traces)
         connection.reader = self._reader
-        connection.after_messages = self._to_user.wake
+        connection.after_messages = self._user_queue.wake
         connection.on_connected.append(self._on_connected)
         connection.on_disconnected.append(self._on_disconnected)
 
@@ -258,22 +262,22 @@ class ReplicaIO:
             self._protocol.handle_frame(subject, reply, payload, headers)
             return
         with self._lock:
-            self._to_user.gather()  # `after_messages` ends that
+            self._user_queue.gather()  # `after_messages` ends that
             self._protocol.handle_frame(subject, reply, payload, headers)
 
-    def _put_for_user(self, item: ToUser) -> None:
+    def _put_for_user(self, item: UserEvent) -> None:
         if self._reader.is_on_user_loop:
-            self._to_user.put_quietly(item)  # it is emptied after the read
+            self._user_queue.put_quietly(item)  # it is emptied after the read
         else:
-            self._to_user.put(item)
+            self._user_queue.put(item)
 
     def _process_user_items(self) -> None:
         """Process what was read on the user loop."""
         self._direct.hold()
-        self._to_user.empty()
+        self._user_queue.empty()
         self._direct.flush()
 
-    def _take_outcome(self, outcome: ToBus) -> None:
+    def _take_outcome(self, outcome: IoEvent) -> None:
         with self._lock:
             self._protocol.handle_outcome(outcome)
 
@@ -302,4 +306,4 @@ class ReplicaIO:
     async def _poll_reader(self) -> None:
         while True:
             await asyncio.sleep(GUARD_S if self._protocol.in_flight else SWEEP_S)
-            self._reader.look()
+            self._reader.read_unread()

@@ -69,7 +69,7 @@ class ReplicaRequest:
     """The complete body, once on the user side; empty if the body is streamed."""
     pieces: deque[bytes] | None = None
     """Streamed response: parts appended by the writer, removed by the bus side."""
-    is_told: bool = False
+    is_notified: bool = False
     """The bus side was notified of new `pieces` and has not processed them yet."""
     # The user side's:
     has_started: bool = False
@@ -79,7 +79,7 @@ class ReplicaRequest:
     """Created when the body is read or a disconnect is awaited."""
     socket: Any = None
     """The `AsgiSocket` of a WebSocket."""
-    room: asyncio.Event | threading.Event | None = None
+    writable: asyncio.Event | threading.Event | None = None
     """Set when the writer of a streamed response may continue; None while it does not wait."""
 
     def __init__(self, reply: bytes, head: RequestHead, now: float) -> None:
@@ -87,8 +87,8 @@ class ReplicaRequest:
         self.reply = reply
         """The NATS reply subject, which identifies the request."""
         self.head = head
-        self.began_at = now
-        self.heard_at = now
+        self.started_at = now
+        self.last_seen_at = now
         """When its router sent the last frame."""
         self.deadline = now + head.timeout_s
         """When the response must have started."""
@@ -138,14 +138,14 @@ class SocketReceived(msgspec.Struct, frozen=True):
     last: bool
 
 
-ToUser = ReplicaRequest | Drop | Writable | BodyPiece | SocketReceived
+UserEvent = ReplicaRequest | Drop | Writable | BodyPiece | SocketReceived
 """A `ReplicaRequest` itself means: start it."""
 
 
 # -- to the bus side ------------------------------------------------------------------------------------------------
 
 
-class Answered(msgspec.Struct, frozen=True):
+class WholeResponseEvent(msgspec.Struct, frozen=True):
     """The complete response."""
 
     exchange: ReplicaRequest
@@ -224,4 +224,4 @@ class Ended(msgspec.Struct, frozen=True):
     exchange: ReplicaRequest
 
 
-ToBus = Answered | Left | Failed | Opened | Flow | Piece | Taken | SocketSent | Closed | Ended
+IoEvent = WholeResponseEvent | Left | Failed | Opened | Flow | Piece | Taken | SocketSent | Closed | Ended

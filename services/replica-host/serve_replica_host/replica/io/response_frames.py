@@ -26,12 +26,12 @@ from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES, OutgoingBody, OutgoingMessages
 from serve_replica_host.replica.io.frame_batch import FrameSender
 from serve_replica_host.replica.io.request import (
-    Answered,
     Closed,
     Drop,
     Ended,
     Failed,
     Flow,
+    IoEvent,
     Left,
     Opened,
     Phase,
@@ -39,8 +39,8 @@ from serve_replica_host.replica.io.request import (
     ReplicaRequest,
     SocketSent,
     Taken,
-    ToBus,
-    ToUser,
+    UserEvent,
+    WholeResponseEvent,
     Writable,
 )
 from serve_replica_host.replica.io.slots import Slots
@@ -56,12 +56,12 @@ class ResponseFrames:
     However a request in flight ends, by its response or by `ReplicaProtocol`, its slot is released here.
     """
 
-    def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], object]) -> None:
+    def __init__(self, slots: Slots, frames: FrameSender, user_queue: Callable[[UserEvent], object]) -> None:
         self._slots = slots
         self._frames = frames
-        self._to_user = to_user
+        self._user_queue = user_queue
 
-    def take(self, outcome: ToBus) -> None:
+    def take(self, outcome: IoEvent) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
         exchange = outcome.exchange
         if exchange.phase is Phase.SENDING:
@@ -71,10 +71,10 @@ class ResponseFrames:
             status = exchange.response_status if exchange.is_dropped else outcome.status
             self._slots.release(exchange, status, outcome.ended_at)
             return
-        if type(outcome) is Answered:
+        if type(outcome) is WholeResponseEvent:
             exchange.phase = Phase.SENDING
             if not exchange.is_dropped and exchange.outgoing is None:
-                self._answer(exchange, outcome.status, outcome.headers, outcome.body)
+                self._send_whole(exchange, outcome.status, outcome.headers, outcome.body)
                 return
         elif not isinstance(outcome, Opened | Flow | SocketSent) and (
             not isinstance(outcome, Piece) or outcome.last
@@ -88,9 +88,9 @@ class ResponseFrames:
             return
         self._process(exchange, outcome)
 
-    def _process(self, exchange: ReplicaRequest, outcome: ToBus) -> None:
+    def _process(self, exchange: ReplicaRequest, outcome: IoEvent) -> None:
         match outcome:
-            case Answered():
+            case WholeResponseEvent():
                 self.fail(exchange, UserCodeRaised.error_code, 500, "the answer broke off")
             case Failed(_, error_code, status, message, body):
                 self._flush(exchange)
@@ -120,7 +120,7 @@ class ResponseFrames:
 
     # -- complete responses --------------------------------------------------------------------------------------------
 
-    def _answer(self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes) -> None:
+    def _send_whole(self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes) -> None:
         if len(body) <= FRAME_BODY_BYTES_MAX:
             if self._send_head(exchange, status, headers, body, last=True):
                 self._slots.release(exchange, status)
@@ -139,7 +139,7 @@ class ResponseFrames:
         self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes, *, last: bool
     ) -> bool:
         """Send the head; returns False when it is invalid, and the exchange was failed instead."""
-        head = ResponseHead(status, headers, last, len(self._slots.held) - 1)
+        head = ResponseHead(status, headers, last, len(self._slots.active) - 1)
         try:
             frame = self._frames.send(exchange.reply, head, body)
         except (FrameUnreadable, PayloadTooLarge) as error:
@@ -171,7 +171,7 @@ class ResponseFrames:
 
     def _drain(self, exchange: ReplicaRequest, outgoing: OutgoingBody) -> None:
         """Move the parts from the writer, which may append more meanwhile."""
-        exchange.is_told = False  # before reading: later parts are notified again
+        exchange.is_notified = False  # before reading: later parts are notified again
         pieces = exchange.pieces
         if not pieces:
             return
@@ -232,8 +232,8 @@ class ResponseFrames:
         if exchange.phase is not Phase.WORKING:
             return
         exchange.sent_bytes += sent_bytes
-        if exchange.pieces is None or exchange.room is not None:
-            self._to_user(Writable(exchange))
+        if exchange.pieces is None or exchange.writable is not None:
+            self._user_queue(Writable(exchange))
 
     def _flush(self, exchange: ReplicaRequest) -> None:
         """Send what was written before a failure."""
@@ -248,7 +248,7 @@ class ResponseFrames:
         self, exchange: ReplicaRequest, error_code: str, status: int, message: str, body: bytes = b""
     ) -> None:
         """Send an error to the router, and drop the exchange."""
-        head = ErrorHead(error_code, status, message, len(self._slots.held) - 1)
+        head = ErrorHead(error_code, status, message, len(self._slots.active) - 1)
         sent = self._frames.send(exchange.reply, head, body if len(body) <= FRAME_BODY_BYTES_MAX else b"")
         if not exchange.has_response_started:
             exchange.last_frame = sent
@@ -261,7 +261,7 @@ class ResponseFrames:
         exchange.response_status = status
         exchange.is_dropped = True
         if exchange.phase is Phase.WORKING:
-            self._to_user(Drop(exchange, close_code, reason))
+            self._user_queue(Drop(exchange, close_code, reason))
         else:
             self._slots.release(exchange, status)
 
@@ -295,50 +295,50 @@ class DirectResponses:
     def __init__(
         self,
         writer: Writer,
-        to_bus: Callable[[ToBus], object],
+        io_queue: Callable[[IoEvent], object],
         take_left: Callable[[Left], None],
         in_flight: Callable[[], int],
         now: Callable[[], float],
     ) -> None:
-        """``to_bus`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is the
-        number of requests with a slot. ``now`` is `time.monotonic`.
+        """``io_queue`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is
+        the number of requests with a slot. ``now`` is `time.monotonic`.
         """
         self._writer = writer
-        self._to_bus = to_bus
+        self._io_queue = io_queue
         self._take_left = take_left
         self._in_flight = in_flight
         self._now = now
         self._batch: list[bytes] = []
         self._is_corked = False
-        self._lost_answers = RateLimitedLogger(_log.warning)
+        self._lost_response_logger = RateLimitedLogger(_log.warning)
 
-    def send(self, answered: Answered) -> None:
+    def send(self, outcome: WholeResponseEvent) -> None:
         """Send the response with all others of this iteration of the loop, or pass it to the bus side."""
-        exchange, body = answered.exchange, answered.body
+        exchange, body = outcome.exchange, outcome.body
         if (
             exchange.is_dropped
             or exchange.outgoing is not None
             or len(body) > FRAME_BYTES_MAX
             or not self._writer.can_write_shared
         ):
-            self._to_bus(answered)
+            self._io_queue(outcome)
             return
-        head = ResponseHead(answered.status, answered.headers, last=True, in_flight=self._in_flight() - 1)
+        head = ResponseHead(outcome.status, outcome.headers, last=True, in_flight=self._in_flight() - 1)
         try:
             frame = encode_frame(head, body)
             message = encode_pub(exchange.reply, b"", frame)
         except (FrameUnreadable, InvalidSubject):
-            self._to_bus(answered)  # the bus side reports the error
+            self._io_queue(outcome)  # the bus side reports the error
             return
         if len(frame) > FRAME_BYTES_MAX:
-            self._to_bus(answered)
+            self._io_queue(outcome)
             return
         exchange.last_frame = frame
         if not self._batch and not self._is_corked:
             asyncio.get_running_loop().call_soon(self.flush)
         self._batch.append(message)
         # Before it is sent: a caller with the response may send the next request, which must find the slot free.
-        self._take_left(Left(exchange, answered.status, self._now()))
+        self._take_left(Left(exchange, outcome.status, self._now()))
 
     def hold(self) -> None:
         """Buffer responses until `flush` is called, which is soon."""
@@ -353,4 +353,4 @@ class DirectResponses:
         self._batch = []
         if not self._writer.write_shared(batch if len(batch) == 1 else [b"".join(batch)]):
             # Routers re-request them when the bus is back, as after every lost connection.
-            self._lost_answers.log(self._now(), "answers_lost", count=len(batch))
+            self._lost_response_logger.log(self._now(), "answers_lost", count=len(batch))

@@ -17,14 +17,14 @@ from serve_common.protocol.frames import Headers
 from serve_replica_host.replica.io.request import (
     UNSENT_BYTES_MAX,
     UNSENT_PIECES_MAX,
-    Answered,
     Ended,
     Failed,
     Flow,
+    IoEvent,
     Opened,
     Piece,
     ReplicaRequest,
-    ToBus,
+    WholeResponseEvent,
 )
 
 _JSON: Final[Headers] = [(b"content-type", b"application/json")]
@@ -32,7 +32,7 @@ TEXT: Final[Headers] = [(b"content-type", b"text/plain; charset=utf-8")]
 _BYTES: Final[Headers] = [(b"content-type", b"text/plain")]
 
 
-class NotAnAnswer(TypeError):
+class NotAResponse(TypeError):
     """The user's code returned a value that cannot be sent; the message names it."""
 
 
@@ -64,7 +64,7 @@ _encoder = msgspec.json.Encoder(enc_hook=_as_json)
 def to_response(result: Any) -> WholeResponse | PlainStream | Response:
     """Convert ``result`` to a response; a `Response` is streamed by running it as an ASGI application.
 
-    Raises `NotAnAnswer`.
+    Raises `NotAResponse`.
     """
     if type(result) is bytes:
         return WholeResponse(200, _BYTES, result)
@@ -85,32 +85,32 @@ def to_response(result: Any) -> WholeResponse | PlainStream | Response:
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode ``value`` as JSON, including numpy and pydantic values. Raises `NotAnAnswer`."""
+    """Encode ``value`` as JSON, including numpy and pydantic values. Raises `NotAResponse`."""
     try:
         return _encoder.encode(value)
     except NotImplementedError as error:
-        raise NotAnAnswer(
+        raise NotAResponse(
             f"the returned value holds a {error}, which is not JSON; "
             "return JSON values, str, bytes or a starlette Response"
         ) from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise NotAnAnswer(f"the returned {type(value).__name__} cannot be sent as JSON: {error}") from error
+        raise NotAResponse(f"the returned {type(value).__name__} cannot be sent as JSON: {error}") from error
 
 
 _BURST: Final = 256
 """Consecutive parts after which the writer yields: a generator that never waits must not block the loop."""
 
 
-async def room(exchange: ReplicaRequest, written_bytes: int) -> None:
+async def wait_writable(exchange: ReplicaRequest, written_bytes: int) -> None:
     """Wait until the network has caught up with a writer that has written ``written_bytes`` in all."""
     try:
         while is_full(exchange, written_bytes):
             event = asyncio.Event()
-            exchange.room = event  # set before the check, so that no wake-up is missed
+            exchange.writable = event  # set before the check, so that no wake-up is missed
             if is_full(exchange, written_bytes):
                 await event.wait()
     finally:
-        exchange.room = None
+        exchange.writable = None
 
 
 def is_full(exchange: ReplicaRequest, written_bytes: int) -> bool:
@@ -130,11 +130,11 @@ class ResponseStream:
     parts that come faster than that thread reads are sent as one frame.
     """
 
-    def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]) -> None:
         self.is_ended = False
         """True once the response is complete."""
         self._exchange = exchange
-        self._to_bus = to_bus
+        self._io_queue = io_queue
         self._flow = Flow(exchange)
         self._pieces: deque[bytes] = deque()
         exchange.pieces = self._pieces
@@ -157,14 +157,14 @@ class ResponseStream:
         self._pieces.append(data)
         self._written_bytes += len(data)
         self._count += 1
-        if not self._exchange.is_told:
+        if not self._exchange.is_notified:
             self._notify()
         return not self._count % _BURST or self._written_bytes - self._exchange.sent_bytes > UNSENT_BYTES_MAX
 
     async def wait(self) -> None:
         """Yield to the loop, and wait while the network is slower."""
         if is_full(self._exchange, self._written_bytes):
-            await room(self._exchange, self._written_bytes)
+            await wait_writable(self._exchange, self._written_bytes)
         else:
             await asyncio.sleep(0)
 
@@ -177,7 +177,7 @@ class ResponseStream:
             append(data)
             self._written_bytes += len(data)
             count += 1
-            if not exchange.is_told:
+            if not exchange.is_notified:
                 self._notify()
             if not count % _BURST or self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX:
                 await self.wait()
@@ -191,7 +191,7 @@ class ResponseStream:
                     return
                 self._pieces.append(data := as_bytes(piece, charset))
                 self._written_bytes += len(data)
-                if not exchange.is_told:
+                if not exchange.is_notified:
                     self._notify()
                 if self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX or (
                     len(self._pieces) > UNSENT_PIECES_MAX
@@ -208,13 +208,13 @@ class ResponseStream:
             return
         self.is_ended = True
         if self._opening is None:
-            self._to_bus(Piece(self._exchange, data, last=True))
+            self._io_queue(Piece(self._exchange, data, last=True))
             return
         # Nothing was sent yet, so it can be sent as one frame.
         opening = self._take_opening()
-        self._to_bus(Answered(self._exchange, opening.status, opening.headers, data))
+        self._io_queue(WholeResponseEvent(self._exchange, opening.status, opening.headers, data))
 
-    def outcome(self) -> ToBus:
+    def outcome(self) -> IoEvent:
         """The outcome that ends the work; `Ended` when the response was complete."""
         if self.is_ended:
             return Ended(self._exchange)
@@ -224,15 +224,15 @@ class ResponseStream:
         return Failed(self._exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, message)
 
     def _notify(self) -> None:
-        self._exchange.is_told = True  # before notifying: the other thread clears it before it reads
+        self._exchange.is_notified = True  # before notifying: the other thread clears it before it reads
         if self._opening is not None:
             self._open_now()
         elif self._is_open:
-            self._to_bus(self._flow)
+            self._io_queue(self._flow)
 
     def _open_now(self) -> None:
         if self._opening is not None:
-            self._to_bus(self._take_opening())
+            self._io_queue(self._take_opening())
 
     def _take_opening(self) -> Opened:
         opening, self._opening = self._opening, None
@@ -247,18 +247,18 @@ class ResponseStream:
         event = threading.Event()
         try:
             while is_full(self._exchange, self._written_bytes):
-                self._exchange.room = event
+                self._exchange.writable = event
                 if is_full(self._exchange, self._written_bytes):
                     event.wait()
                 event.clear()
         finally:
-            self._exchange.room = None
+            self._exchange.writable = None
 
 
 def as_bytes(piece: Any, charset: str) -> bytes:
-    """Encode a part of a stream. Raises `NotAnAnswer`."""
+    """Encode a part of a stream. Raises `NotAResponse`."""
     if isinstance(piece, str):
         return piece.encode(charset)
     if isinstance(piece, bytes | bytearray | memoryview):
         return bytes(piece)
-    raise NotAnAnswer(f"a stream gave a {type(piece).__name__}; it must give str or bytes")
+    raise NotAResponse(f"a stream gave a {type(piece).__name__}; it must give str or bytes")

@@ -10,7 +10,7 @@ from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.flow import OutgoingMessages
 from serve_replica_host.replica.io.request import Phase, ReplicaRequest
 
-QUIET_S: Final = 1.0
+IDLE_S: Final = 1.0
 """Seconds without a message in either direction after which a socket is quiet."""
 SERVICE_RESTART: Final = 1012
 """WebSocket close code (registered for RFC 6455): reconnect."""
@@ -18,7 +18,7 @@ CLOSE_REASON: Final = "the replica is being replaced"
 
 
 @final
-class QuietSockets:
+class IdleSockets:
     """Finds quiet sockets of one replica during its drain.
 
     Why a drain closes quiet sockets: one may stay open for days, and its client can connect to another replica at any
@@ -33,7 +33,7 @@ class QuietSockets:
         """Number of frames, and since when it is unchanged, by reply subject."""
 
     def find(self, exchanges: Iterable[ReplicaRequest], now: float) -> list[ReplicaRequest]:
-        """The exchanges whose sockets were quiet for `QUIET_S` across calls; ``now`` is `time.monotonic`.
+        """The exchanges whose sockets were quiet for `IDLE_S` across calls; ``now`` is `time.monotonic`.
 
         Sockets that are not among ``exchanges`` are forgotten.
         """
@@ -54,7 +54,7 @@ class QuietSockets:
             is_reply_due = exchange.sent_before == outgoing.sent_frames
             if known is None or known[0] != frames or is_reply_due or outgoing.has_unsent:
                 known = frames, now
-            elif now - known[1] >= QUIET_S:
+            elif now - known[1] >= IDLE_S:
                 quiet.append(exchange)
             seen[exchange.reply] = known
         self._seen = seen
@@ -66,7 +66,7 @@ RETENTION_MIN_S: Final = 5.0
 GENERATION_MAX: Final = 5_000
 """Maximum requests of a generation."""
 GENERATION_BYTES_MAX: Final = 4 * 1024 * 1024
-ANSWER_BYTES_MAX: Final = 64 * 1024
+RESPONSE_BYTES_MAX: Final = 64 * 1024
 """Maximum size of a kept response; of larger ones only the end is recorded."""
 
 
@@ -99,23 +99,23 @@ class RecentReplies:
     def __contains__(self, reply: object) -> bool:
         return reply in self._younger or reply in self._elder
 
-    def add(self, reply: bytes, answer: bytes, now: float) -> None:
-        """Record that the request of ``reply`` has ended or never starts; ``answer`` is its single frame, if any."""
+    def add(self, reply: bytes, response: bytes, now: float) -> None:
+        """Record that the request of ``reply`` has ended or never starts; ``response`` is its single frame, if any."""
         younger = self._younger
         if (
             now - self._since > RETENTION_MIN_S
             or len(younger) >= GENERATION_MAX
             or self._bytes > GENERATION_BYTES_MAX
         ):
-            younger = self._begin_generation(now)
-        size_bytes = len(answer)
-        if size_bytes > ANSWER_BYTES_MAX:
-            answer, size_bytes = b"", 0
-        younger[reply] = answer
+            younger = self._start_generation(now)
+        size_bytes = len(response)
+        if size_bytes > RESPONSE_BYTES_MAX:
+            response, size_bytes = b"", 0
+        younger[reply] = response
         self._bytes += size_bytes
         self.last_at = now
 
-    def answer(self, reply: bytes) -> bytes:
+    def response(self, reply: bytes) -> bytes:
         """The response frame of an ended request; empty when it is not kept."""
         return self._younger.get(reply) or self._elder.get(reply, b"")
 
@@ -123,7 +123,7 @@ class RecentReplies:
         """True when all requests that ended after ``since`` are recorded."""
         return since > self._forgotten_at
 
-    def _begin_generation(self, now: float) -> dict[bytes, bytes]:
+    def _start_generation(self, now: float) -> dict[bytes, bytes]:
         if self._elder:
             self._forgotten_at = self._since
         self._elder, self._younger = self._younger, {}
@@ -144,49 +144,49 @@ class SlotQueue:
     requests that are complete and whose router has no other replica to try.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("_active",)
 
     def __init__(self) -> None:
-        self._held: dict[bytes, ReplicaRequest] = {}
+        self._active: dict[bytes, ReplicaRequest] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._active)
 
     def __contains__(self, reply: object) -> bool:
-        return reply in self._held
+        return reply in self._active
 
     @property
     def is_full(self) -> bool:
         """True when no more requests may be queued."""
-        return len(self._held) >= WAITING_MAX
+        return len(self._active) >= WAITING_MAX
 
     def add(self, exchange: ReplicaRequest) -> None:
         """Append a request."""
-        self._held[exchange.reply] = exchange
+        self._active[exchange.reply] = exchange
 
     def __iter__(self) -> Iterator[ReplicaRequest]:
-        return iter(self._held.values())
+        return iter(self._active.values())
 
     def discard(self, reply: bytes) -> ReplicaRequest | None:
         """Remove a request that was cancelled; None when it is not queued."""
-        return self._held.pop(reply, None)
+        return self._active.pop(reply, None)
 
     def take_first(self) -> ReplicaRequest:
         """Remove and return the oldest request; there must be one."""
-        return self._held.pop(next(iter(self._held)))
+        return self._active.pop(next(iter(self._active)))
 
     def take_late(self, now: float) -> list[ReplicaRequest]:
         """Remove and return the requests past their deadlines."""
-        late = [exchange for exchange in self._held.values() if now >= exchange.deadline]
+        late = [exchange for exchange in self._active.values() if now >= exchange.deadline]
         for exchange in late:
-            del self._held[exchange.reply]
+            del self._active[exchange.reply]
         return late
 
     def take_all(self) -> list[ReplicaRequest]:
         """Remove and return all requests, in order."""
-        held = list(self._held.values())
-        self._held.clear()
-        return held
+        active = list(self._active.values())
+        self._active.clear()
+        return active
 
 
 _POLL_S: Final = 0.005
@@ -205,7 +205,7 @@ class Slots:
         """``now`` is `time.monotonic` or a fake; ``on_free`` is called when one of ``waiting`` may get a slot."""
         self.waiting: Final = SlotQueue()
         self._on_free = on_free
-        self.held: dict[bytes, ReplicaRequest] = {}
+        self.active: dict[bytes, ReplicaRequest] = {}
         """Requests in flight by reply subject."""
         self.recent: Final = RecentReplies()
         """Requests that have released their slots."""
@@ -216,20 +216,20 @@ class Slots:
 
     def take(self, exchange: ReplicaRequest) -> None:
         """Give ``exchange`` a slot."""
-        self.held[exchange.reply] = exchange
+        self.active[exchange.reply] = exchange
 
     def release(self, exchange: ReplicaRequest, status: int, ended_at: float | None = None) -> None:
         """Release the slot, counted under ``status``; idempotent.
 
         ``ended_at`` is when its response was sent; None means now.
         """
-        if self.held.pop(exchange.reply, None) is None:
+        if self.active.pop(exchange.reply, None) is None:
             return
         exchange.outgoing = None
         exchange.incoming = None
         now = self._now() if ended_at is None else ended_at
         self.recent.add(exchange.reply, exchange.last_frame, now)
-        seconds = now - exchange.began_at
+        seconds = now - exchange.started_at
         self._ended_s += seconds
         self._metrics.count_response(status, seconds)
         if exchange.trace is not None:
@@ -239,15 +239,15 @@ class Slots:
 
     def leave_waiting(self, exchange: ReplicaRequest) -> None:
         """Count the time of a queued ``exchange`` that never got a slot."""
-        self._ended_s += self._now() - exchange.began_at
+        self._ended_s += self._now() - exchange.started_at
 
     def ongoing_seconds(self, now: float) -> float:
         """Total seconds that requests have spent here so far, including queued ones and those in flight."""
-        here: float = sum(now - exchange.began_at for exchange in (*self.held.values(), *self.waiting))
+        here: float = sum(now - exchange.started_at for exchange in (*self.active.values(), *self.waiting))
         return self._ended_s + here
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
         # Another thread may end the last request, which cannot set an event of this loop.
-        while self.held:  # noqa: ASYNC110
+        while self.active:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)

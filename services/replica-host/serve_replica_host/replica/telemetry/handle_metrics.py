@@ -5,7 +5,7 @@ Import it only after PROMETHEUS_MULTIPROC_DIR is set (or unset) for good: promet
 
 from __future__ import annotations
 
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -15,7 +15,9 @@ from serve_common.runtime.request_context import CurrentReplica
 from serve_common.telemetry.catalogue.proxies import QUEUED_SECONDS
 from serve_common.telemetry.catalogue.replicas import HANDLE_QUEUE_DEPTH
 from serve_common.telemetry.catalogue.services import SPANS_DROPPED
-from serve_common.telemetry.otlp import SpanCounts
+
+if TYPE_CHECKING:
+    from serve_common.telemetry.otlp import Counts
 
 _log = structlog.get_logger(__name__)
 
@@ -55,7 +57,7 @@ class PrometheusHandleMetrics:
         A backend gets its series with 0 as soon as its application or a call makes it known: to Prometheus, a counter
         that first appears with a value has not increased.
         """
-        for tag in replica.companions:
+        for tag in replica.peer_versions:
             self._ensure_series(tag)
         queues = {} if replica.handle_queues is None else replica.handle_queues()
         for tag, queue in queues.items():
@@ -99,7 +101,7 @@ def make_handle_metrics() -> PrometheusHandleMetrics:
 class PrometheusSpanMetrics:
     """Metrics of one process' spans."""
 
-    def __init__(self, counts: SpanCounts) -> None:
+    def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self._written: dict[str, int] = {}
         self._dropped = Counter(SPANS_DROPPED.family, SPANS_DROPPED.text, SPANS_DROPPED.labels, registry=None)

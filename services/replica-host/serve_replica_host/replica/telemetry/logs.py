@@ -21,7 +21,7 @@ from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import StandardError, cut, encode_line, timestamp, user_fields
 from serve_common.telemetry.logs import configure_replica_logs, log_level
-from serve_common.telemetry.tracer import current_trace_id
+from serve_common.telemetry.request_traces import current_trace_id
 
 UNENDED_LENGTH_MAX: Final = 64 * 1024
 """Maximum characters of an unfinished line; longer ones are passed on as they are."""
@@ -289,7 +289,8 @@ class ReplicaLogs:
 
     def join(self, bus: BusConnection, subjects: Subjects) -> None:
         """Publish from now on; on the connection's loop."""
-        self._sink = NatsLogSink(self._forwarder, bus, subjects, "replica", self._replica_tag)
+        self._sink = NatsLogSink(self._forwarder, subjects, "replica", self._replica_tag)
+        self._sink.join(bus)
 
     async def part(self) -> None:
         """Publish the lines so far, and none after that; on the connection's loop, before it is closed."""

@@ -59,16 +59,16 @@ class RetainedLines:
         self._clock = clock
         self._lock = threading.Lock()
         self._pieces: list[bytes] = []
-        self._kept_bytes = 0
+        self._retained_bytes = 0
         self._left_out = 0
 
     def keep(self, piece: bytes) -> None:
         """Add whole lines, on one thread at a time."""
         with self._lock:
-            fits = self._kept_bytes + len(piece) <= LINES_BYTES_MAX
+            fits = self._retained_bytes + len(piece) <= LINES_BYTES_MAX
             if fits:
                 self._pieces.append(piece)
-                self._kept_bytes += len(piece)
+                self._retained_bytes += len(piece)
             else:
                 self._left_out += piece.count(b"\n")
         if not fits:
@@ -77,7 +77,7 @@ class RetainedLines:
     def give(self) -> bytes:
         """Return and remove all lines."""
         with self._lock:
-            pieces, self._pieces, self._kept_bytes = self._pieces, [], 0
+            pieces, self._pieces, self._retained_bytes = self._pieces, [], 0
             left_out, self._left_out = self._left_out, 0
         if left_out:
             why = (
@@ -103,12 +103,12 @@ def read_files(directory: Path) -> tuple[dict[str, bytes], int]:
     return ({}, total) if total > FILES_BYTES_MAX else (files, 0)
 
 
-def encode_fetched(value: RemoteTelemetry | Hello) -> bytes:
+def encode_telemetry(value: RemoteTelemetry | Hello) -> bytes:
     """Encode a value for the transfer through Ray."""
     return msgspec.msgpack.encode(value)
 
 
-def decode_fetched(data: bytes) -> RemoteTelemetry:
+def decode_telemetry(data: bytes) -> RemoteTelemetry:
     """Decode a `RemoteTelemetry`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=RemoteTelemetry)
 
@@ -123,10 +123,10 @@ _LOCK_GRACE_S: Final = 60.0
 """Seconds for which a new directory may not be locked yet."""
 
 
-def make_private_directory(now: float, root: Path | None = None) -> Path:
-    """Create a private directory below ``root``, by default the one for temporary files. ``now`` is wall time.
+def make_locked_directory(now: float, root: Path | None = None) -> Path:
+    """Create a private directory that this process locks, below ``root``: by default, where temporary files are.
 
-    Raises OSError.
+    ``now`` is wall time. Raises OSError.
 
     Directories of processes that were killed are removed first. Why by locks and not by pids: replicas are mostly
     killed, so they cannot clean up, and a pid may be another process' by then. The kernel releases a lock when its
@@ -167,7 +167,7 @@ class RemoteSide:
 
     def __init__(self, *, has_metrics: bool) -> None:
         """Raises OSError when no temporary directory can be created."""
-        self._directory = make_private_directory(SystemClock().now()) if has_metrics else None
+        self._directory = make_locked_directory(SystemClock().now()) if has_metrics else None
         self._lines: RetainedLines | None = None
 
     @property
@@ -236,9 +236,9 @@ class HostLocation(msgspec.Struct, frozen=True, kw_only=True):
             os.environ[LOG_SOCKET] = self.log_socket
 
 
-def encode_location(place: HostLocation) -> bytes:
+def encode_location(location: HostLocation) -> bytes:
     """Encode a value for the transfer through Ray."""
-    return msgspec.msgpack.encode(place)
+    return msgspec.msgpack.encode(location)
 
 
 def decode_location(data: bytes) -> HostLocation:

@@ -9,10 +9,13 @@ import traceback
 from pathlib import Path
 from typing import Final, final
 
+from opentelemetry.trace import Span, SpanKind
+
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import ERROR_LENGTH_MAX
-from serve_common.telemetry.spans import Event, Span, SpanKind, SpanRef, Value, cut
-from serve_common.telemetry.tracer import Tracer
+from serve_common.telemetry.request_traces import Tracer, Value, cut
+from serve_common.telemetry.trace_context import TraceParent
+from serve_common.text import truncate, truncate_start
 
 ERROR_LINE_LENGTH_MAX: Final = 1_000
 
@@ -25,7 +28,7 @@ def error_line(error: BaseException) -> str:
     """Type and message of ``error``, in at most `ERROR_LINE_LENGTH_MAX` characters."""
     message = str(error)
     line = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return line if len(line) <= ERROR_LINE_LENGTH_MAX else f"{line[: ERROR_LINE_LENGTH_MAX - 1]}…"
+    return truncate(line, ERROR_LINE_LENGTH_MAX)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -36,7 +39,7 @@ def user_traceback(error: BaseException) -> str:
     formatter = traceback.TracebackException.from_exception(error, limit=-100)
     _trim(formatter, depth=0)
     text = "".join(formatter.format()).rstrip()
-    return text if len(text) <= ERROR_LENGTH_MAX else "…" + text[-(ERROR_LENGTH_MAX - 1) :]
+    return truncate_start(text, ERROR_LENGTH_MAX)
 
 
 def _trim(formatter: traceback.TracebackException, depth: int) -> None:
@@ -66,20 +69,17 @@ class Traces:
         self._backend_tag = backend_tag
         self._replica_tag = replica_tag
 
-    def begin(
+    def start(
         self,
-        parent: SpanRef | None,
-        trace_id: str,
+        parent: TraceParent,
         *,
+        tracestate: str,
         kind: str,
         method_name: str,
         request_id: str,
-        began_at: float,
+        started_at: float,
     ) -> ReplicaRequestTrace:
-        """Start the trace of a request that arrived at ``began_at`` (`time.monotonic`) and is about to be executed.
-
-        Without a ``parent`` the trace starts here.
-        """
+        """Start the trace of a request that arrived at ``started_at`` (`time.monotonic`) and is about to run."""
         tracer = self.tracer
         attributes: dict[str, Value] = {
             "muster.backend_tag": self._backend_tag,
@@ -87,14 +87,9 @@ class Traces:
             "muster.request_kind": kind,
             "muster.request_id": request_id,
         }
-        span = tracer.start_sampled(
-            self._name,
-            SpanKind.SERVER,
-            parent,
-            attributes,
-            began_ns=tracer.at_ns(began_at),
-            trace_id=trace_id,
-            is_parent_remote=parent is not None,
+        start_ns = tracer.at_ns(started_at)
+        span = tracer.start(
+            self._name, SpanKind.SERVER, parent, attributes, tracestate=tracestate, start_ns=start_ns
         )
         method_name = method_name or "__call__"
         code: dict[str, Value] = {"code.function.name": method_name}
@@ -111,44 +106,47 @@ class ReplicaRequestTrace:
     user's code.
     """
 
-    __slots__ = ("_tracer", "span", "user_code")
+    __slots__ = ("_failure", "_tracer", "span", "user_code")
 
     def __init__(self, tracer: Tracer, span: Span, user_code: Span) -> None:
         self._tracer = tracer
+        self._failure: str | None = None
         self.span: Final = span
         self.user_code: Final = user_code
+        """The current span of user code. That may even end it; the request's own span still says how the code ended."""
 
     def code_raised(self, error: BaseException, line: str) -> None:
         """Record that the user's code raised ``error``, described by ``line``."""
         code = self.user_code
-        if code.ended_ns:
+        if not code.is_recording():
             return
-        code.error = cut(line)
-        code.attributes["error.type"] = type(error).__qualname__
+        self._failure = cut(line)
+        code.set_attribute("error.type", type(error).__qualname__)
         event_attributes: dict[str, Value] = {
             "exception.type": type(error).__qualname__,
-            "exception.message": code.error,
+            "exception.message": self._failure,
         }
-        code.events.append(Event("exception", self._tracer.now_ns(), event_attributes))
+        code.add_event("exception", event_attributes)
 
     def code_ended(self, status: int, error_type: str, error: str) -> None:
         """End the span of the user's code, with the response's ``status`` (0 for unknown) or an error."""
         code = self.user_code
-        failure = code.error  # which `code_raised` may have set
-        if failure is None and (error_type or status >= 500):
-            code.attributes["error.type"] = error_type or str(status)
-            failure = error
-        self.span.error = failure
-        self._tracer.end(code, failure)
+        if self._failure is None and (error_type or status >= 500):
+            if code.is_recording():
+                code.set_attribute("error.type", error_type or str(status))
+            self._failure = error
+        self._tracer.end(code, self._failure)
 
     def end(self, status: int, ended_at: float) -> None:
         """End the request's span: the response was sent or is not wanted; 499 means that the caller is gone."""
         span = self.span
+        if not span.is_recording():
+            return
         if status == _STATUS_CALLER_GONE:
-            span.attributes["error.type"] = "caller_gone"
+            span.set_attribute("error.type", "caller_gone")
         elif status:
-            span.attributes["http.response.status_code"] = status
+            span.set_attribute("http.response.status_code", status)
             if status >= 500:
-                span.attributes["error.type"] = str(status)
-                span.error = span.error or ""
-        self._tracer.end(span, span.error, ended_ns=self._tracer.at_ns(ended_at))
+                span.set_attribute("error.type", str(status))
+                self._failure = self._failure or ""
+        self._tracer.end(span, self._failure, ended_ns=self._tracer.at_ns(ended_at))

@@ -15,19 +15,19 @@ from serve_common.errors import UserCodeRaised
 from serve_common.protocol.frames import WINDOW_MESSAGES, Headers, RequestHead
 from serve_replica_host.replica.io.flow import CREDIT_PARTS, MESSAGE_COST_BYTES, BodyReader
 from serve_replica_host.replica.io.request import (
-    Answered,
     Closed,
     Ended,
     Failed,
+    IoEvent,
     Opened,
     ReplicaRequest,
     SocketReceived,
     SocketSent,
     Taken,
-    ToBus,
+    WholeResponseEvent,
 )
 from serve_replica_host.replica.io.response_frames import STATUS_SWITCHING
-from serve_replica_host.replica.io.response_stream import ResponseStream, is_full, room
+from serve_replica_host.replica.io.response_stream import ResponseStream, is_full, wait_writable
 from serve_replica_host.replica.user.contexts import on_response_started
 
 
@@ -45,10 +45,10 @@ class HttpSender:
     """
 
     def __init__(
-        self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], reader: BodyReader
+        self, exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object], reader: BodyReader
     ) -> None:
         self._exchange = exchange
-        self._to_bus = to_bus
+        self._io_queue = io_queue
         self._reader = reader
         self._stream: ResponseStream | None = None
         self._is_ended = False
@@ -71,7 +71,7 @@ class HttpSender:
         if kind == "http.response.start":
             if self._stream is not None:
                 raise RuntimeError("the answer was begun already")
-            self._stream = ResponseStream(self._exchange, self._to_bus)
+            self._stream = ResponseStream(self._exchange, self._io_queue)
             self._stream.open(message["status"], as_headers(message.get("headers", ())))
             on_response_started()
         elif kind == "http.response.body":
@@ -94,7 +94,7 @@ class HttpSender:
         stream.end(data)
         self._reader.leave()
 
-    def outcome(self) -> ToBus:
+    def outcome(self) -> IoEvent:
         """The outcome that ends the work; `Ended` when the response was complete."""
         if self._is_ended:
             return Ended(self._exchange)
@@ -199,10 +199,10 @@ class AsgiSocket:
     client, and no buffer grows. The parts of one message are joined here, up to a limit.
     """
 
-    def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]) -> None:
         self._exchange = exchange
         exchange.pieces = deque()  # the writer is notified of sent bytes only while it waits in `room`
-        self._to_bus = to_bus
+        self._io_queue = io_queue
         self._received: deque[tuple[Message, int]] = deque([({"type": "websocket.connect"}, 0)])
         self._disconnect_message: Message | None = None
         self._changed = asyncio.Event()
@@ -217,7 +217,7 @@ class AsgiSocket:
 
     # -- from the bus side ----------------------------------------------------------------------------------------
 
-    def hear(self, received: SocketReceived) -> None:
+    def feed(self, received: SocketReceived) -> None:
         """Process a message, or a part of one."""
         if self._disconnect_message is not None:
             return
@@ -232,7 +232,7 @@ class AsgiSocket:
             self._partial_bytes = 0
             self._add(data, is_text=received.is_text)
         else:
-            self._give_credit(1)
+            self._send_credit(1)
 
     def leave(self, close_code: int, reason: str) -> None:
         """The client is gone; messages received before can still be read."""
@@ -265,7 +265,7 @@ class AsgiSocket:
             await self._changed.wait()
         message, frames = self._received.popleft()
         if frames:
-            self._give_credit(frames)
+            self._send_credit(frames)
         return message
 
     async def send(self, message: Message) -> None:
@@ -286,7 +286,7 @@ class AsgiSocket:
         else:
             raise RuntimeError(f"{kind} is not allowed now")
 
-    def end(self, *, has_raised: bool) -> ToBus | None:
+    def end(self, *, has_raised: bool) -> IoEvent | None:
         """The outcome after the application has returned; None if it has not answered the handshake."""
         if self._denial is not None:
             return self._denial.outcome()
@@ -304,24 +304,24 @@ class AsgiSocket:
             headers.append((b"sec-websocket-protocol", subprotocol.encode("latin-1")))
         self._is_accepted = True
         on_response_started()
-        self._to_bus(Opened(self._exchange, STATUS_SWITCHING, headers))
+        self._io_queue(Opened(self._exchange, STATUS_SWITCHING, headers))
 
     async def _send_message(self, message: Message) -> None:
         text = message.get("text")
         data: bytes = bytes(message["bytes"]) if text is None else text.encode()
         self._written_bytes += len(data) + MESSAGE_COST_BYTES
-        self._to_bus(SocketSent(self._exchange, data, text is not None))
+        self._io_queue(SocketSent(self._exchange, data, text is not None))
         if is_full(self._exchange, self._written_bytes):
-            await room(self._exchange, self._written_bytes)
+            await wait_writable(self._exchange, self._written_bytes)
 
     def _close(self, code: int, reason: str) -> None:
         if self._is_ended:
             return
         self._is_ended = True
         if self._is_accepted:
-            self._to_bus(Closed(self._exchange, code, reason))
+            self._io_queue(Closed(self._exchange, code, reason))
         else:
-            self._to_bus(Answered(self._exchange, _FORBIDDEN, [], b""))
+            self._io_queue(WholeResponseEvent(self._exchange, _FORBIDDEN, [], b""))
         if self._disconnect_message is None:
             self._disconnect_message = {"type": "websocket.disconnect", "code": code, "reason": reason}
             self._changed.set()
@@ -331,12 +331,12 @@ class AsgiSocket:
         if self._is_accepted or (self._is_ended and self._denial is None):
             raise RuntimeError(f"{message['type']} is not allowed now")
         if self._denial is None:
-            self._denial = HttpSender(self._exchange, self._to_bus, BodyReader(b""))
+            self._denial = HttpSender(self._exchange, self._io_queue, BodyReader(b""))
             self._is_ended = True
         await self._denial(message)
 
-    def _give_credit(self, frames: int) -> None:
+    def _send_credit(self, frames: int) -> None:
         self._taken_frames += frames
         if self._taken_frames >= _CREDIT_EVERY:
-            self._to_bus(Taken(self._exchange, self._taken_frames))
+            self._io_queue(Taken(self._exchange, self._taken_frames))
             self._taken_frames = 0

@@ -325,11 +325,11 @@ class UserCode:
         function = getattr(self.target, name, None) if name and public else None
         if not callable(function):
             what = type(self.target).__name__
-            asked = repr(name) if name else "__call__"
+            requested_method = repr(name) if name else "__call__"
             reason = "is private" if not public else f"is no method of {what}"
             if name in ("", "__call__") and self.asgi is not None:
                 reason = f"is no method of {what}, which takes HTTP requests only"
-            raise BadField("method_name", f"{asked} {reason}")
+            raise BadField("method_name", f"{requested_method} {reason}")
         if name == "__call__" and self._methods.get("") is None:
             raise BadField("method_name", f"{type(self.target).__name__} takes HTTP requests only")
         method = self._methods[name] = Method(function)

@@ -5,18 +5,17 @@ Why the deadline is removed when a response starts: it bounds the time until the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
+from opentelemetry import context, trace
 
 from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.runtime.request_context import RequestContext, request_context
-from serve_common.telemetry.spans import (
-    SpanRef,
-    format_traceparent,
+from serve_common.telemetry.request_traces import get_traceparent, get_tracestate, parse_span_context
+from serve_common.telemetry.trace_context import (
+    TraceParent,
+    join_tracestate,
     may_be_sampled,
     parse_traceparent,
-    parse_tracestate,
 )
 from serve_replica_host.replica.io.request import ReplicaRequest
 from serve_replica_host.replica.telemetry.traces import Traces
@@ -46,50 +45,51 @@ def enter_trace(exchange: ReplicaRequest, traces: Traces) -> None:
     head, tracer = exchange.head, traces.tracer
     traceparent = head.traceparent
     if traceparent and not may_be_sampled(traceparent) and tracer.sampler.respects_parent:
-        if tracer.enter_unsampled is not None:
-            _enter_unsampled(traceparent, tracer.enter_unsampled)
+        if tracer.must_enter_unsampled:
+            _enter_unsampled(parse_traceparent(traceparent))
         return
-    parent = parse_traceparent(traceparent, parse_tracestate(head.headers)) if traceparent else None
-    trace_id = tracer.new_trace_id() if parent is None else parent.trace_id
-    if not tracer.sampler.decide(parent, trace_id):
-        span_id = tracer.new_span_id() if parent is None else parent.span_id
-        decided = format_traceparent(trace_id, span_id, is_sampled=False)
-        _change_context(traceparent=decided)
-        if tracer.enter_unsampled is not None:
-            _enter_unsampled(decided, tracer.enter_unsampled)
+    parent = tracer.decide(traceparent)
+    if not parent.is_sampled:
+        _change_context(traceparent=parent.header)
+        if tracer.must_enter_unsampled:
+            _enter_unsampled(parent)
         return
     call = head.call or _NO_CALL
-    trace = exchange.trace = traces.begin(
+    spans = exchange.trace = traces.start(
         parent,
-        trace_id,
+        tracestate=join_tracestate(head.headers),
         kind=head.kind.name.lower(),
         method_name=call.method_name,
         request_id=head.request_id,
-        began_at=exchange.began_at,
+        started_at=exchange.started_at,
     )
-    span = trace.user_code
-    _change_context(traceparent=span.traceparent, tracestate=span.tracestate)
+    decided = get_traceparent(spans.user_code)
+    _change_context(traceparent=decided, tracestate=get_tracestate(spans.user_code))
     if head.kind is RequestKind.HTTP or head.kind is RequestKind.WEBSOCKET:
         # Instrumentation of applications reads this header; the client's own would omit all spans between.
         head.headers[:] = [header for header in head.headers if header[0] != b"traceparent"]
-        head.headers.append((b"traceparent", span.traceparent.encode()))
-    tracer.enter(span)
+        head.headers.append((b"traceparent", decided.encode()))
+    _enter(spans.user_code)
 
 
-def _enter_unsampled(traceparent: str, enter: Callable[[SpanRef], None]) -> None:
-    ref = parse_traceparent(traceparent)
-    if ref is not None:
-        enter(ref)
+def _enter_unsampled(parent: TraceParent | None) -> None:
+    if parent is not None:
+        _enter(trace.NonRecordingSpan(parse_span_context(parent)))
+
+
+def _enter(span: trace.Span) -> None:
+    """Make ``span`` current until the running task ends."""
+    context.attach(trace.set_span_in_context(span))
 
 
 def _change_context(**changes: str) -> None:
-    context = request_context.get()
-    if context is not None:
-        request_context.set(msgspec.structs.replace(context, **changes))
+    request = request_context.get()
+    if request is not None:
+        request_context.set(msgspec.structs.replace(request, **changes))
 
 
 def on_response_started() -> None:
     """Remove the deadline of the running task's request, because its response has started."""
-    context = request_context.get()
-    if context is not None and context.deadline is not None:
-        request_context.set(msgspec.structs.replace(context, deadline=None))
+    request = request_context.get()
+    if request is not None and request.deadline is not None:
+        request_context.set(msgspec.structs.replace(request, deadline=None))

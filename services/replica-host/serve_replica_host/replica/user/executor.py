@@ -23,15 +23,15 @@ from serve_common.errors import (
 from serve_common.protocol.frames import RequestKind
 from serve_common.runtime.request_context import disconnect_propagation
 from serve_replica_host.replica.io.request import (
-    Answered,
     BodyPiece,
     Drop,
     Ended,
     Failed,
+    IoEvent,
     ReplicaRequest,
     SocketReceived,
-    ToBus,
-    ToUser,
+    UserEvent,
+    WholeResponseEvent,
     Writable,
     is_cancellation,
 )
@@ -160,32 +160,32 @@ class UserExecutor:
     def __init__(
         self,
         code: UserCode,
-        to_bus: Callable[[ToBus], object],
+        io_queue: Callable[[IoEvent], object],
         direct: DirectResponses | None = None,
         traces: Traces | None = None,
     ) -> None:
-        """``direct`` sends complete responses, instead of ``to_bus``. ``traces`` is None if tracing is off."""
+        """``direct`` sends complete responses, instead of ``io_queue``. ``traces`` is None if tracing is off."""
         self._traces = traces
-        self._to_bus = to_bus
+        self._io_queue = io_queue
         self._direct = direct
-        self._kinds = RequestKinds(code, to_bus)
+        self._kinds = RequestKinds(code, io_queue)
         self._tasks = RequestTasks()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def take(self, item: ToUser) -> None:
+    def take(self, item: UserEvent) -> None:
         """Process an item of the bus side."""
         if type(item) is ReplicaRequest:
             self._start(item)
         elif type(item) is BodyPiece:
-            make_reader(item.exchange, self._to_bus).add(item.data, last=item.last)
+            make_reader(item.exchange, self._io_queue).add(item.data, last=item.last)
         elif type(item) is SocketReceived:
             if item.exchange.socket is not None:
-                item.exchange.socket.hear(item)
+                item.exchange.socket.feed(item)
         elif type(item) is Writable:
-            if item.exchange.room is not None:
-                item.exchange.room.set()
+            if item.exchange.writable is not None:
+                item.exchange.writable.set()
         elif type(item) is Drop:
             self._drop(item)
 
@@ -209,13 +209,13 @@ class UserExecutor:
             self._end(Ended(exchange))
             return
         if exchange.head.kind is RequestKind.WEBSOCKET:
-            exchange.socket = AsgiSocket(exchange, self._to_bus)
+            exchange.socket = AsgiSocket(exchange, self._io_queue)
         exchange.work = self._tasks.start(self._serve(exchange))
 
     def _drop(self, drop: Drop) -> None:
         exchange = drop.exchange
-        if exchange.room is not None:
-            exchange.room.set()
+        if exchange.writable is not None:
+            exchange.writable.set()
         if exchange.reader is not None:
             exchange.reader.leave()
         work = exchange.work
@@ -233,15 +233,15 @@ class UserExecutor:
     async def _serve(self, exchange: ReplicaRequest) -> None:
         """Run the user's code; sends exactly one outcome that ends the work to the bus side."""
         exchange.has_started = True
-        outcome: ToBus = Ended(exchange)
+        outcome: IoEvent = Ended(exchange)
         try:
             enter_request(exchange)
             if self._traces is not None:
                 enter_trace(exchange, self._traces)
-            outcome = await self._kinds.answer(exchange)
+            outcome = await self._kinds.handle(exchange)
         except HTTPException as error:
-            answer = PlainTextResponse(error.detail, error.status_code, dict(error.headers or {}))
-            outcome = Answered(exchange, error.status_code, answer.raw_headers, bytes(answer.body))
+            handle = PlainTextResponse(error.detail, error.status_code, dict(error.headers or {}))
+            outcome = WholeResponseEvent(exchange, error.status_code, handle.raw_headers, bytes(handle.body))
         except BadField as error:
             outcome = Failed(exchange, error.error_code, error.status_hint, str(error))
         except BaseException as error:
@@ -255,26 +255,26 @@ class UserExecutor:
                 outcome = _raised(exchange, error)
         finally:
             if exchange.trace is not None:
-                exchange.trace.code_ended(*_failure_of(outcome))
+                exchange.trace.code_ended(*_get_failure(outcome))
             self._end(outcome)
 
-    def _end(self, outcome: ToBus) -> None:
+    def _end(self, outcome: IoEvent) -> None:
         self._running -= 1
         if not self._running:
             self._idle.set()
-        if type(outcome) is Answered and self._direct is not None:
+        if type(outcome) is WholeResponseEvent and self._direct is not None:
             self._direct.send(outcome)
         else:
-            self._to_bus(outcome)
+            self._io_queue(outcome)
 
 
 def _raised(exchange: ReplicaRequest, error: BaseException) -> Failed:
     return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error))
 
 
-def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
+def _get_failure(outcome: IoEvent) -> tuple[int, str, str]:
     """The status, 0 if unknown; and the error code and message of a failure, else empty."""
-    if isinstance(outcome, Answered):
+    if isinstance(outcome, WholeResponseEvent):
         return outcome.status, "", ""
     if isinstance(outcome, Failed):
         return outcome.status, outcome.error_code, outcome.message

@@ -20,7 +20,13 @@ import structlog
 
 from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
-from serve_replica_host.replica.io.request import Answered, Failed, ReplicaRequest, ToBus, is_cancellation
+from serve_replica_host.replica.io.request import (
+    Failed,
+    IoEvent,
+    ReplicaRequest,
+    WholeResponseEvent,
+    is_cancellation,
+)
 from serve_replica_host.replica.io.response_stream import ResponseStream
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
 from serve_replica_host.replica.user.code import UserCode
@@ -34,8 +40,12 @@ Encode = Callable[[Any], bytes]
 
 
 async def send_items(
-    code: UserCode, result: Any, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], encode: Encode
-) -> ToBus:
+    code: UserCode,
+    result: Any,
+    exchange: ReplicaRequest,
+    io_queue: Callable[[IoEvent], object],
+    encode: Encode,
+) -> IoEvent:
     """Send all items of an async or plain generator; returns the outcome that ends the exchange.
 
     A plain one may block, so it runs in a thread. Raises what the generator or ``encode`` raises, TypeError if it is
@@ -49,7 +59,7 @@ async def send_items(
         raise TypeError(
             f"a stream was asked for, but a {type(result).__name__} was returned and no generator"
         )
-    stream = ResponseStream(exchange, to_bus)
+    stream = ResponseStream(exchange, io_queue)
     # The head is sent with the first item: until then a failure is the complete response, and the deadline applies.
     stream.open(200, [], soon=False)
     if is_async:
@@ -92,7 +102,7 @@ def _plain_items(generator: Generator[Any, None, None], encode: Encode) -> Itera
 
 _log = structlog.get_logger(__name__)
 
-ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
+RESULT_BYTES_MAX: Final = 256 * 1024 * 1024
 """Maximum size of one value; the same as for a request's body."""
 _RAISED_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX // 2
 """Maximum size of a pickled exception: with its traceback it must fit one frame."""
@@ -103,14 +113,16 @@ _SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 """Types for which pickle suffices, which is several times faster than cloudpickle."""
 
 
-class AnswerUnfit(TypeError):
+class ResultUnfit(TypeError):
     """The value returned by the user's code cannot be sent to the handle; the message has the reason."""
 
 
-async def handle_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> ToBus:
+async def handle_call(
+    code: UserCode, exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]
+) -> IoEvent:
     """Call the user's code for a request of kind PYTHON; returns the outcome that ends the exchange.
 
-    Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.
+    Streams are sent through ``io_queue`` first. Raises only `asyncio.CancelledError`.
     """
     head = exchange.head.call or _PLAIN_CALL
     try:
@@ -120,8 +132,8 @@ async def handle_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable
     try:
         result = await code.call(*args, method_name=head.method_name, **kwargs)
         if not head.stream:
-            return Answered(exchange, 200, [], _encoded(result, head))
-        return await send_items(code, result, exchange, to_bus, lambda item: _encode(item, head))
+            return WholeResponseEvent(exchange, 200, [], _encoded(result, head))
+        return await send_items(code, result, exchange, io_queue, lambda item: _encode(item, head))
     except BadField as error:  # there is no such method
         return Failed(exchange, error.error_code, error.status_hint, str(error))
     except BaseException as error:
@@ -152,12 +164,12 @@ def _encoded(result: Any, head: CallHead) -> bytes:
         if inspect.isgenerator(result):
             result.close()
         name = head.method_name or "__call__"
-        raise AnswerUnfit(f"{name} returned a generator; call it with handle.options(stream=True)")
+        raise ResultUnfit(f"{name} returned a generator; call it with handle.options(stream=True)")
     return _encode(result, head)
 
 
 def _encode(value: Any, head: CallHead) -> bytes:
-    """Encode a result. Raises `AnswerUnfit`."""
+    """Encode a result. Raises `ResultUnfit`."""
     try:
         if not head.is_pickled:
             data = _msgpack.encode(value)
@@ -167,16 +179,16 @@ def _encode(value: Any, head: CallHead) -> bytes:
             data = cloudpickle.dumps(value)
     except Exception as error:  # pickling runs the value's own code
         how = "pickled" if head.is_pickled else "written as msgpack"
-        raise AnswerUnfit(
+        raise ResultUnfit(
             f"the returned {type(value).__name__} cannot be {how}: {error_line(error)}"
         ) from error
-    if len(data) > ANSWER_BYTES_MAX:
-        raise AnswerUnfit(f"the returned value has {len(data)} bytes; at most {ANSWER_BYTES_MAX} can be sent")
+    if len(data) > RESULT_BYTES_MAX:
+        raise ResultUnfit(f"the returned value has {len(data)} bytes; at most {RESULT_BYTES_MAX} can be sent")
     return data
 
 
 def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> Failed:
-    is_ours = isinstance(error, AnswerUnfit)
+    is_ours = isinstance(error, ResultUnfit)
     line = str(error) if is_ours else error_line(error)
     traceback_text = user_traceback(error)
     pickled = _pickled(error) if head.is_pickled and not is_ours else b""

@@ -18,17 +18,17 @@ from serve_common.errors import BadField, UserCodeRaised
 from serve_common.protocol.frames import RequestKind
 from serve_replica_host.replica.io.flow import BodyReader
 from serve_replica_host.replica.io.request import (
-    Answered,
     Ended,
     Failed,
+    IoEvent,
     ReplicaRequest,
     Taken,
-    ToBus,
+    WholeResponseEvent,
     is_cancellation,
 )
 from serve_replica_host.replica.io.response_stream import (
     TEXT,
-    NotAnAnswer,
+    NotAResponse,
     PlainStream,
     ResponseStream,
     WholeResponse,
@@ -58,11 +58,11 @@ _CALLER_GONE_ERRORS: Final = (CallerGone, ClientDisconnect, WebSocketDisconnect)
 class RequestKinds:
     """Calls the user's code; all methods run on the user loop, in the task of their request."""
 
-    def __init__(self, code: UserCode, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, code: UserCode, io_queue: Callable[[IoEvent], object]) -> None:
         self._code = code
-        self._to_bus = to_bus
+        self._io_queue = io_queue
 
-    async def answer(self, exchange: ReplicaRequest) -> ToBus:
+    async def handle(self, exchange: ReplicaRequest) -> IoEvent:
         """Run the request; returns the outcome that ends it. Raises what the user's code raises, and `BadField`."""
         code = self._code
         kind = exchange.head.kind
@@ -73,7 +73,7 @@ class RequestKinds:
             request: LazyRequest | None = None
             arguments: tuple[LazyRequest, ...] = ()
             if method.takes_argument:
-                request = LazyRequest(exchange.head, _Receive(exchange, self._to_bus))
+                request = LazyRequest(exchange.head, _Receive(exchange, self._io_queue))
                 arguments = (request,)
             if method.is_async:
                 result = await method.function(*arguments)
@@ -81,49 +81,49 @@ class RequestKinds:
                 result = await code.run_plain(method.function, *arguments)
             else:
                 result = method.function(*arguments)
-            answer = to_response(result)
-            if type(answer) is WholeResponse:
-                return Answered(exchange, answer.status, answer.headers, answer.body)
-            return await self._stream(exchange, answer, request)
+            response = to_response(result)
+            if type(response) is WholeResponse:
+                return WholeResponseEvent(exchange, response.status, response.headers, response.body)
+            return await self._stream(exchange, response, request)
         if kind is RequestKind.PYTHON:
             # Here, because it needs cloudpickle, which a replica without handles need not load.
             from serve_replica_host.replica.user.python_calls import handle_call  # noqa: PLC0415
 
-            return await handle_call(code, exchange, self._to_bus)
+            return await handle_call(code, exchange, self._io_queue)
         if kind is RequestKind.CALL:
             return await self._call(exchange)
         return await self._run_websocket(exchange)
 
     # -- HTTP -----------------------------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: ReplicaRequest, answer: Any, request: LazyRequest | None) -> ToBus:
-        if type(answer) is PlainStream:
-            stream = ResponseStream(exchange, self._to_bus)
+    async def _stream(self, exchange: ReplicaRequest, response: Any, request: LazyRequest | None) -> IoEvent:
+        if type(response) is PlainStream:
+            stream = ResponseStream(exchange, self._io_queue)
             stream.open(200, TEXT, soon=False)
             on_response_started()
-            await self._code.run_plain(stream.run_plain, answer.iterator, "utf-8")
+            await self._code.run_plain(stream.run_plain, response.iterator, "utf-8")
             stream.end()
             return stream.outcome()
-        if _streams_plainly(answer):
-            stream = ResponseStream(exchange, self._to_bus)
-            stream.open(answer.status_code, answer.raw_headers)
+        if _streams_plainly(response):
+            stream = ResponseStream(exchange, self._io_queue)
+            stream.open(response.status_code, response.raw_headers)
             on_response_started()
-            await stream.run(answer.body_iterator, answer.charset)
+            await stream.run(response.body_iterator, response.charset)
             stream.end()
             if exchange.reader is not None:
                 exchange.reader.leave()
-            if answer.background is not None:
-                await answer.background()
+            if response.background is not None:
+                await response.background()
             return stream.outcome()
         if request is None:
-            request = LazyRequest(exchange.head, _Receive(exchange, self._to_bus))
-        sender = HttpSender(exchange, self._to_bus, make_reader(exchange, self._to_bus))
-        await answer(request.scope, request.receive, sender)
+            request = LazyRequest(exchange.head, _Receive(exchange, self._io_queue))
+        sender = HttpSender(exchange, self._io_queue, make_reader(exchange, self._io_queue))
+        await response(request.scope, request.receive, sender)
         return sender.outcome()
 
-    async def _run_asgi(self, exchange: ReplicaRequest, asgi: Lifespan) -> ToBus:
-        reader = make_reader(exchange, self._to_bus)
-        sender = HttpSender(exchange, self._to_bus, reader)
+    async def _run_asgi(self, exchange: ReplicaRequest, asgi: Lifespan) -> IoEvent:
+        reader = make_reader(exchange, self._io_queue)
+        sender = HttpSender(exchange, self._io_queue, reader)
         try:
             await asgi.application(http_scope(exchange.head, asgi.state), reader, sender)
         except BaseException as error:
@@ -133,16 +133,16 @@ class RequestKinds:
                 return Ended(exchange)
             log_raised(exchange, error)
             if not sender.has_started:
-                return Answered(exchange, *_SERVER_ERROR)
+                return WholeResponseEvent(exchange, *_SERVER_ERROR)
             if not sender.is_whole:
                 line = error_line(error)
                 return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line)
         return sender.outcome()
 
-    async def _run_websocket(self, exchange: ReplicaRequest) -> ToBus:
+    async def _run_websocket(self, exchange: ReplicaRequest) -> IoEvent:
         asgi, socket = self._code.asgi, exchange.socket
         if asgi is None:
-            return Answered(exchange, _FORBIDDEN, [], b"this deployment takes no WebSockets")
+            return WholeResponseEvent(exchange, _FORBIDDEN, [], b"this deployment takes no WebSockets")
         has_raised = False
         try:
             await asgi.application(websocket_scope(exchange.head, asgi.state), socket.receive, socket.send)
@@ -152,18 +152,18 @@ class RequestKinds:
             has_raised = True
             if not _is_caller_gone(exchange, error):
                 log_raised(exchange, error)
-        ended: ToBus | None = socket.end(has_raised=has_raised)
-        return Answered(exchange, *_SERVER_ERROR) if ended is None else ended
+        ended: IoEvent | None = socket.end(has_raised=has_raised)
+        return WholeResponseEvent(exchange, *_SERVER_ERROR) if ended is None else ended
 
     # -- plain calls ----------------------------------------------------------------------------------------------
 
-    async def _call(self, exchange: ReplicaRequest) -> ToBus:
+    async def _call(self, exchange: ReplicaRequest) -> IoEvent:
         call = exchange.head.call
         name = "" if call is None else call.method_name
-        answer = to_response(await self._code.call(_argument(exchange), method_name=name))
-        if isinstance(answer, WholeResponse):
-            return Answered(exchange, answer.status, answer.headers, answer.body)
-        raise NotAnAnswer("a plain call cannot be answered by a stream")
+        response = to_response(await self._code.call(_argument(exchange), method_name=name))
+        if isinstance(response, WholeResponse):
+            return WholeResponseEvent(exchange, response.status, response.headers, response.body)
+        raise NotAResponse("a plain call cannot be answered by a stream")
 
 
 def log_raised(exchange: ReplicaRequest, error: BaseException) -> None:
@@ -190,33 +190,33 @@ def _is_caller_gone(exchange: ReplicaRequest, error: BaseException) -> bool:
 class _Receive:
     """ASGI's ``receive``, by a reader that is created on first use."""
 
-    __slots__ = ("_exchange", "_to_bus")
+    __slots__ = ("_exchange", "_io_queue")
 
-    def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]) -> None:
         self._exchange = exchange
-        self._to_bus = to_bus
+        self._io_queue = io_queue
 
     async def __call__(self) -> Any:
-        return await make_reader(self._exchange, self._to_bus)()
+        return await make_reader(self._exchange, self._io_queue)()
 
 
-def make_reader(exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> BodyReader:
+def make_reader(exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]) -> BodyReader:
     """The reader of the request's body, created on first use."""
     reader = exchange.reader
     if reader is None:
         if exchange.is_body_streamed:
-            reader = BodyReader(None, lambda frames: to_bus(Taken(exchange, frames)))
+            reader = BodyReader(None, lambda frames: io_queue(Taken(exchange, frames)))
         else:
             reader = BodyReader(exchange.body)
         exchange.reader = reader
     return reader
 
 
-def _streams_plainly(answer: Response) -> bool:
-    """True when ``answer`` is sent by sending the items of its iterator, without overridden methods."""
-    kind: Any = type(answer)
+def _streams_plainly(response: Response) -> bool:
+    """True when ``response`` is sent by sending the items of its iterator, without overridden methods."""
+    kind: Any = type(response)
     return kind is StreamingResponse or (
-        isinstance(answer, StreamingResponse)
+        isinstance(response, StreamingResponse)
         and kind.__call__ is StreamingResponse.__call__
         and kind.stream_response is StreamingResponse.stream_response
     )

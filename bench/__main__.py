@@ -1,0 +1,185 @@
+"""``make bench``: requests, bodies, streams and calls through Muster, next to what the same parts could do at most.
+
+Why floors in the same run: absolute figures belong to a machine and an hour; what travels is the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from bench.counting import CountingCost, measure_counting
+from bench.floors import running_floors
+from bench.generators import Generators
+from bench.loads import (
+    MUSTER,
+    NOOP_CONNECTIONS,
+    OTHER_LOADS,
+    PROCESSES_SHOWN_FOR,
+    Load,
+    Served,
+    noop_loads,
+)
+from bench.measure import Line, Sample, System, conclude, conclude_processes, measure, plan
+from bench.meters import Meter
+from bench.muster_stack import logs_of, running_muster
+from bench.peers.ray_serve import PEERS_PYTHON, running_ray_serve
+from bench.report import make_report, render
+from bench.wrk import WrkFailed, find_wrk
+from muster.embedded import StackFailed
+from serve_common.errors import ServeError
+
+BUSY_LOAD = 1.0
+"""Processes that run beside us on average, above which a warning is due."""
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--url", help="measure the no-op at this URL instead of starting a stack")
+    parser.add_argument("--floors-only", action="store_true", help="measure no Muster at all")
+    parser.add_argument("--peers", action="store_true", help="measure Ray Serve too (`make bench-peers`)")
+    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, metavar="FILE")
+    parser.add_argument("--rounds", type=_positive, default=3)
+    parser.add_argument("--seconds", type=_positive, default=3, help="length of one run (default: 3)")
+    parser.add_argument(
+        "--connections", type=_positive, nargs="+", default=NOOP_CONNECTIONS, metavar="C", help="of the no-op"
+    )
+    parser.add_argument("--only", metavar="TEXT", help="only loads whose name has this in it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+async def bench(options: argparse.Namespace) -> list[Line]:
+    """Start what is to be measured, measure, tell."""
+    began = time.monotonic()
+    wrk = find_wrk()
+    loads = [
+        load for load in noop_loads(options.connections) + OTHER_LOADS if (options.only or "") in load.name
+    ]
+    load_before = os.getloadavg()[0]
+    if load_before > BUSY_LOAD:
+        _say(
+            f"warning: this machine is busy (load {load_before:.1f}); trust the ratios little and the rest less"
+        )
+    async with AsyncExitStack() as stack:
+        # Short: Ray makes unix sockets below it, and their paths may have 107 characters.
+        directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="mb-", ignore_cleanup_errors=True))
+        )
+        systems = await _started(stack, directory, options)
+        generators = Generators(wrk, directory)
+        samples = await _measured(systems, loads, generators, options)
+        counting = await _counting(systems, generators, options)
+        if any(sample.errors for sample in samples if sample.run.system.name == MUSTER):
+            _say(logs_of(directory / "muster"))
+        _say("stopping …")
+    lines = conclude(samples)
+    report = make_report(
+        samples,
+        lines,
+        conclude_processes(samples, PROCESSES_SHOWN_FOR),
+        counting,
+        load_before=load_before,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        taken_s=time.monotonic() - began,
+    )
+    print(render(report))
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    return lines
+
+
+async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Namespace) -> list[System]:
+    systems = await stack.enter_async_context(running_floors(directory))
+    if options.url:
+        systems.append(System(name=MUSTER, urls={Served.NOOP.value: options.url}))
+    elif not options.floors_only:
+        _say("starting Muster …")
+        systems.append(await stack.enter_async_context(running_muster(directory / "muster")))
+    if options.peers:
+        _say("starting Ray Serve …")
+        systems += await stack.enter_async_context(running_ray_serve(directory, options.peers_python))
+    return systems
+
+
+async def _measured(
+    systems: list[System], loads: list[Load], generators: Generators, options: argparse.Namespace
+) -> list[Sample]:
+    meters = {system.name: Meter(system.stack_id) for system in systems if system.stack_id}
+    samples = []
+    for run in plan(systems, loads, options.rounds):
+        sample = await measure(run, options.seconds, generators.run, meters.get(run.system.name))
+        samples.append(sample)
+        figures = sample.figures
+        latency = "" if figures.p50_ms is None else f"  p50 {figures.p50_ms:.2f} ms"
+        first = "" if figures.first_ms is None else f"  first {figures.first_ms:.2f} ms"
+        errors = f"  {sample.errors} errors" if sample.errors else ""
+        _say(
+            f"round {run.round + 1}/{options.rounds}  {run.load.name:<18} {run.system.name:<18}"
+            f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
+        )
+    return samples
+
+
+async def _counting(
+    systems: list[System], generators: Generators, options: argparse.Namespace
+) -> CountingCost | None:
+    """None where it was not asked for, or cannot be measured."""
+    if (options.only or "") not in "metrics":
+        return None
+    for system in systems:
+        if Served.UNCOUNTED.value in system.urls:
+            _say("measuring what metrics cost …")
+            return await measure_counting(system, generators.run, system.metrics_urls)
+    return None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def _until_stopped(options: argparse.Namespace) -> list[Line]:
+    """Both signals cancel, so that everything is stopped in order; also where a script has SIGINT ignored."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await bench(options)
+
+
+def main() -> int:
+    """0: measured; 1: measured, with errors; 2: could not measure; 130: stopped."""
+    options = _arguments()
+    try:
+        lines = asyncio.run(_until_stopped(options))
+    except (WrkFailed, StackFailed, ServeError, FileNotFoundError) as error:
+        _say(f"error: {error}")
+        return 2
+    except asyncio.CancelledError:
+        _say("stopped")
+        return 130
+    errors = sum(line.errors for line in lines if line.system == MUSTER or not options.peers)
+    if errors:
+        _say(f"error: {errors} requests failed; figures beside failures mean nothing")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

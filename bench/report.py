@@ -1,0 +1,153 @@
+"""What the benchmark tells: tables for people (Markdown, to be pasted into README.md) and JSON for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from bench.counting import CONNECTIONS, PAIRS, CountingCost
+from bench.measure import Line, ProcessLine, Sample
+from serve_common.runtime.clock import SystemClock
+
+_HEAD = ["load", "system", "rate", "(min-max)", "p50 ms", "p99 ms", "first ms", "ratio", "errors"]
+_PROCESS_HEAD = ["load", "system", "process", "CPU s", "CPU us/request", "RSS MiB", "growth MiB"]
+_MIB = 1024 * 1024
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a later comparison needs."""
+
+    taken_at: str
+    """ISO 8601, UTC."""
+    machine: str
+    load_before: float
+    """Processes that others kept running on this machine in the minute before; figures of a busy machine are noise."""
+    rounds: int
+    seconds: int
+    taken_s: float
+    lines: list[Line]
+    counting: CountingCost | None
+    processes: list[ProcessLine]
+    samples: list[Sample]
+
+
+def describe_machine() -> str:
+    """Its class, not its name: processors, Python, system."""
+    model = platform.processor() or platform.machine()
+    cpu_file = Path("/proc/cpuinfo")
+    if cpu_file.exists():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in cpu_file.read_text().splitlines()
+            if "model name" in line
+        ]
+        model = names[0] if names else model
+    return f"{os.cpu_count()} cores {model}, Python {platform.python_version()}, {platform.system()}"
+
+
+def make_report(
+    samples: Sequence[Sample],
+    lines: Sequence[Line],
+    processes: Sequence[ProcessLine],
+    counting: CountingCost | None = None,
+    *,
+    load_before: float,
+    rounds: int,
+    seconds: int,
+    taken_s: float,
+) -> Report:
+    """The whole report."""
+    taken_at = datetime.fromtimestamp(SystemClock().now(), UTC).isoformat(timespec="seconds")
+    return Report(
+        taken_at=taken_at,
+        machine=describe_machine(),
+        load_before=load_before,
+        rounds=rounds,
+        seconds=seconds,
+        taken_s=taken_s,
+        lines=list(lines),
+        counting=counting,
+        processes=list(processes),
+        samples=list(samples),
+    )
+
+
+def render(report: Report) -> str:
+    """The tables, with what one needs to know to read them."""
+    heading = (
+        f"{report.taken_at} · {report.machine} · load before {report.load_before:.1f}\n"
+        f"medians of {report.rounds} interleaved rounds of {report.seconds} s; requests by wrk -t1, keep-alive; "
+        "ratios: no-op to floor B, bodies and tokens to bare aiohttp, chain to Muster\n"
+    )
+    tables = [_table(_HEAD, [_cells(line) for line in report.lines], 2)]
+    if report.processes:
+        shown = [line for line in report.processes if not _is_idle(line)]
+        tables.append(_table(_PROCESS_HEAD, [_process_cells(line) for line in shown], 3))
+    if report.counting is not None:
+        tables.append(_counting(report.counting))
+    return "\n".join([heading, "\n\n".join(tables), f"\nthe whole took {report.taken_s:.0f} s"])
+
+
+def _counting(cost: CountingCost) -> str:
+    return (
+        f"metrics: with all of them, and a scrape each second, the no-op at c={CONNECTIONS} has {cost.ratio:.3f} of "
+        f"the rate without any (median of {PAIRS} pairs, {cost.ratio_min:.3f}-{cost.ratio_max:.3f}; "
+        f"{cost.rate:,.0f} req/s);\n"
+        f"CPU of all processes for a request: {cost.cpu_us:.1f} us with, {cost.cpu_us_without:.1f} us without"
+    )
+
+
+def _table(head: list[str], rows: list[list[str]], left_columns: int) -> str:
+    all_rows = [head, *rows]
+    widths = [max(len(row[column]) for row in all_rows) for column in range(len(head))]
+    lines = [_row(row, widths, left_columns) for row in all_rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], left_columns: int) -> str:
+    padded = [
+        f"{cell:<{width}}" if column < left_columns else f"{cell:>{width}}"
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "| " + " | ".join(padded) + " |"
+
+
+def _cells(line: Line) -> list[str]:
+    return [
+        line.load,
+        line.system,
+        f"{line.rate:,.0f} {line.unit}",
+        f"{line.rate_min:,.0f}-{line.rate_max:,.0f}",
+        _shown(line.p50_ms),
+        _shown(line.p99_ms),
+        _shown(line.first_ms),
+        _shown(line.ratio),
+        str(line.errors),
+    ]
+
+
+def _is_idle(line: ProcessLine) -> bool:
+    """It has no part in this load; it is in the JSON all the same."""
+    return line.cpu_s < 0.01 and line.rss_growth_bytes < _MIB
+
+
+def _process_cells(line: ProcessLine) -> list[str]:
+    return [
+        line.load,
+        line.system,
+        line.process,
+        f"{line.cpu_s:.2f}",
+        f"{line.cpu_us_per_request:,.0f}",
+        f"{line.rss_bytes / _MIB:.0f}",
+        f"{line.rss_growth_bytes / _MIB:.0f}",
+    ]
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,136 @@
+"""The how-to pages and the README as a reader follows them: files are written, commands run on a real stack."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from muster.cli.main import app as cli
+from tests.support.documents import ROOT, Block, Page, page
+
+START_LIMIT_S = 200.0
+COMMAND_LIMIT_S = 100.0
+STATED_URL = "http://127.0.0.1:8000"
+PAGES = (
+    "README.md",
+    "docs/how-to/deploy.md",
+    "docs/how-to/applications.md",
+    "docs/how-to/traffic.md",
+    "docs/how-to/autoscaling.md",
+    "docs/how-to/handles.md",
+    "docs/how-to/batching-and-multiplexing.md",
+    "docs/how-to/streaming-and-asgi.md",
+    "docs/how-to/observe.md",
+    "docs/how-to/backup.md",
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A running `muster up` as `make run` starts it: its addresses and paths."""
+    folder = tmp_path_factory.mktemp("docs")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+    command = f"{sys.executable} -m muster.cli.main up --deploy-example --json --http-port 0 --nats-port 0 --num-cpus 4"
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen(
+            [*shlex.split(command), "--state-dir", str(folder / "state")],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            text=True,
+            cwd=ROOT,
+        )
+    deadline = threading.Timer(START_LIMIT_S, up.kill)
+    deadline.start()
+    try:
+        assert up.stdout is not None
+        found: dict[str, Any] = {}
+        for line in up.stdout:
+            event = json.loads(line)
+            found |= event.get("stack", {})
+            if event["event"] == "example":
+                assert event["is_serving"], event
+                break
+        assert found, (folder / "up.log").read_text()
+        deadline.cancel()
+        yield found
+    finally:
+        deadline.cancel()
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=60)
+
+
+class Reader:
+    """A person who has one page open, a terminal in an empty directory, and the checkout's programs on the path."""
+
+    def __init__(self, folder: Path, stack: dict[str, Any]) -> None:
+        self.folder = folder
+        self.url = stack["http_url"]
+        self.environment = {"MUSTER_STATE_DIR": stack["state_dir"]}
+        (folder / "examples").symlink_to(ROOT / "examples")
+
+    def follow(self, followed: Page) -> None:
+        """Write the page's files and run its commands, in order."""
+        for block in followed.blocks():
+            if block.file_name:
+                file = self.folder / block.file_name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(block.text)
+            elif block.language == "sh":
+                self.run(block)
+
+    def run(self, block: Block) -> None:
+        commands = list(block.commands())
+        for number, words in enumerate(commands, 1):
+            expected = block.exit_code if number == len(commands) else 0
+            match words[0]:
+                case "muster":
+                    done = CliRunner().invoke(cli, words[1:], env=self.environment)
+                    assert done.exit_code == expected, f"{shlex.join(words)}\n{done.output}"
+                case "curl":
+                    self.fetch(words[1:])
+                case "python":
+                    subprocess.run(
+                        [sys.executable, *words[1:]],
+                        check=True,
+                        timeout=COMMAND_LIMIT_S,
+                        env=os.environ | self.environment,
+                    )
+                case "make" | "export" | "docker":
+                    continue  # the stack runs already, and this process knows where its programs are
+                case _:
+                    pytest.fail(f"who runs {shlex.join(words)}?")
+
+    def fetch(self, words: list[str]) -> None:
+        """What curl does with the options that pages use. Raises for a status that is no success."""
+        request = urllib.request.Request(words[-1].replace(STATED_URL, self.url))
+        for option, value in itertools.pairwise(words):
+            if option == "-H":
+                request.add_header(*value.split(": "))
+            elif option == "--data-binary":
+                request.data = (self.folder / value.removeprefix("@")).read_bytes()
+        with urllib.request.urlopen(request, timeout=COMMAND_LIMIT_S) as response:
+            assert response.read()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_can_be_followed(
+    stack: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Reader(tmp_path, stack).follow(page(name))

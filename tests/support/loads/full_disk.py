@@ -1,0 +1,180 @@
+"""A whole `muster up` whose state directory is on a disk that fills up, stays full for a while, and is freed.
+
+Why functions and no test: `make test` takes a short one, `python -m bench.full_disk` the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from muster.client import StackAddress, connect_stack
+from muster.client.admin import AdminClient
+from muster.embedded.process import Happened, ProcessEvent
+from muster.embedded.stack import EmbeddedStack
+from muster.secrets import Secrets
+from serve_common.api.commands import Deploy
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.errors import ServeError
+from serve_common.identities.roles import Role
+from tests.support.paths import APPS
+from tests.support.servers.reserved_port import ANY_PORTS
+from tests.support.servers.small_disk import SmallDisk
+from tests.support.waiting import eventually
+
+DISK_MIB = 700
+APP_DIR = APPS / "loaded_app"
+CHANGE_LIMIT_S = 150.0
+_REQUEST_LIMIT_S = 30.0
+_ASK_EVERY_S = 0.05
+_FILL_EVERY_S = 0.1
+_CHANGE_EVERY_S = 0.3
+_CLIENTS = 2
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What a full disk did."""
+
+    answers: Counter[str] = msgspec.field(default_factory=Counter)
+    """Requests by how they ended; ``200`` is good."""
+    changes: Counter[str] = msgspec.field(default_factory=Counter)
+    """Changes that were asked for while it was full: ``accepted``, or why not."""
+    deaths: list[str] = []
+    """Processes of the stack that ended."""
+    notices: list[str] = []
+    """What `muster up` said."""
+    change_after_s: float = 0.0
+    """From room to a change that was asked for then having succeeded."""
+
+    def line(self) -> str:
+        """All of it, short."""
+        return (
+            f"requests {dict(self.answers)}; changes while full {dict(self.changes)}; deaths {self.deaths}; "
+            f"a change works {self.change_after_s:.1f} s after there is room; told: {self.notices}"
+        )
+
+
+def deploy(version: str) -> Deploy:
+    """Two replicas that answer with ``version``."""
+    return Deploy(
+        name="loaded",
+        replica_config=ReplicaConfig(
+            import_path="loaded_model:Loaded",
+            app_dir=str(APP_DIR),
+            init_args=[version],
+            ray_actor_options=RayActorOptions(num_cpus=0.5),
+        ),
+        backend_config=BackendConfig(num_replicas=2, user_config="plain"),
+        route_prefix="/loaded",
+        version=version,
+    )
+
+
+async def full_for(seconds: float) -> Outcome:
+    """Start a stack, fill its disk again and again for ``seconds``, free it, and see what still works.
+
+    Skips the test where no disk can be mounted.
+    """
+    outcome = Outcome()
+
+    def on_event(event: ProcessEvent) -> None:
+        if event.happened is Happened.DIED:
+            outcome.deaths.append(f"{event.name}: {event.detail}")
+
+    with SmallDisk.mounted(DISK_MIB) as disk:
+        options = msgspec.structs.replace(ANY_PORTS, num_cpus=4)
+        stack = EmbeddedStack(disk.root / "s", options, on_event=on_event, on_notice=outcome.notices.append)
+        async with stack, _reached(stack, CHANGE_LIMIT_S) as admin, _reached(stack, 0.0) as hasty:
+            await _changed(admin, "v1")
+            async with _load(f"{stack.record.http_url}/loaded?work_s=0.005", outcome):
+                await eventually(
+                    lambda: outcome.answers["200"] >= 20, within_s=CHANGE_LIMIT_S, every_s=_ASK_EVERY_S
+                )
+                await _fill(disk, hasty, seconds, outcome)
+                disk.free()
+                freed_at = time.monotonic()
+                await _changed(admin, "v3")
+                outcome.change_after_s = time.monotonic() - freed_at
+                # it looks at the disk twice a second
+                await eventually(
+                    lambda: any("has room again" in notice for notice in outcome.notices),
+                    within_s=CHANGE_LIMIT_S,
+                    every_s=_ASK_EVERY_S,
+                )
+    return outcome
+
+
+@contextlib.asynccontextmanager
+async def _reached(stack: EmbeddedStack, retry_for_s: float) -> AsyncIterator[AdminClient]:
+    record = stack.record
+    file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
+    address = StackAddress(urls=(record.nats_url,), credentials_file=file)
+    async with connect_stack(address, retry_for_s=retry_for_s) as reached:
+        yield reached.admin
+
+
+async def _changed(admin: AdminClient, version: str) -> None:
+    reply = await admin.call(deploy(version))
+    if reply.goal_id is not None:
+        goal = await admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S)
+        assert goal.status is GoalStatus.SUCCEEDED, goal
+
+
+async def _fill(disk: SmallDisk, admin: AdminClient, seconds: float, outcome: Outcome) -> None:
+    """Whatever becomes free meanwhile is taken at once; a change is asked for every second."""
+    end = time.monotonic() + seconds
+    change_at = 0.0
+    asked: set[asyncio.Task[None]] = set()
+    async with asyncio.TaskGroup() as tasks:
+        number = 0
+        while time.monotonic() < end:
+            await asyncio.to_thread(disk.fill)
+            if time.monotonic() >= change_at and len(asked) < 2:
+                change_at, number = time.monotonic() + _CHANGE_EVERY_S, number + 1
+                task = tasks.create_task(_ask_for_a_change(admin, number, outcome))
+                asked.add(task)
+                task.add_done_callback(asked.discard)
+            await asyncio.sleep(_FILL_EVERY_S)
+        for task in asked:
+            task.cancel()
+
+
+async def _ask_for_a_change(admin: AdminClient, number: int, outcome: Outcome) -> None:
+    config = BackendConfig(num_replicas=2, user_config=f"full {number}")
+    try:
+        async with asyncio.timeout(_REQUEST_LIMIT_S):
+            await admin.call(msgspec.structs.replace(deploy("v1"), backend_config=config))
+        outcome.changes["accepted"] += 1
+    except (ServeError, TimeoutError) as error:
+        outcome.changes[f"{type(error).__name__}: {str(error)[:160]}"] += 1
+
+
+@contextlib.asynccontextmanager
+async def _load(url: str, outcome: Outcome) -> AsyncIterator[None]:
+    async def ask(session: aiohttp.ClientSession) -> None:
+        while True:
+            try:
+                async with session.get(url) as answer:
+                    await answer.read()
+                    outcome.answers[str(answer.status)] += 1
+            except (aiohttp.ClientError, TimeoutError) as error:
+                outcome.answers[f"{type(error).__name__}: {error}"] += 1
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_LIMIT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+        asking = [tasks.create_task(ask(session)) for _ in range(_CLIENTS)]
+        try:
+            yield
+        finally:
+            for task in asking:
+                task.cancel()

@@ -1,0 +1,470 @@
+"""A handle's calls on their way out, with the real router and a bus made of lists."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muster.handles import calls as items_module
+from muster.handles import (
+    get_app_handle,
+    get_deployment_handle,
+    router,
+)
+from muster.handles.calls import ItemReader
+from muster.handles.options import CallNotAllowed
+from muster.handles.runtime import find_bus, find_bus_outside_replica
+from muster.handles.wakeups import Wakers, make_waiter, wait_in_thread
+from muster.secrets import generate
+from serve_common.dispatch.errors import ResponseUnusable
+from serve_common.errors import (
+    BadField,
+    BusUnavailable,
+    DeadlineExceeded,
+    NotFound,
+)
+from serve_common.identities.credentials import CredentialsFile
+from serve_common.identities.roles import Role
+from serve_common.names import BackendTag, ReplicaTag
+from serve_common.protocol.frames import RequestKind
+from serve_common.runtime.request_context import (
+    CurrentReplica,
+    RequestContext,
+    request_context,
+    set_replica_context,
+)
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.threads import Mailbox
+from tests.support.handle_world import TAG, World, call, make_world
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(monkeypatch, "default/a")
+
+
+# -- calls --
+
+
+async def test_a_call_carries_arguments_and_method_and_brings_its_value_to_every_await(world: World) -> None:
+    response = call(world.handle().predict, 1, "two", three=[3])
+    sent = await world.sent()
+    assert sent.subject == "serve.replica.default.a.0"
+    assert sent.head.kind is RequestKind.PYTHON
+    assert sent.head.endpoint_tag == "default/a"
+    assert sent.head.call is not None
+    assert (sent.head.call.method_name, sent.head.call.stream, sent.head.call.is_pickled) == (
+        "predict",
+        False,
+        True,
+    )
+    assert sent.arguments == ((1, "two"), {"three": [3]})
+    sent.answer({"digit": 7})
+    first = await response
+    assert first == {"digit": 7}
+    assert await response is first
+    assert world.is_idle
+
+
+async def test_several_tasks_may_wait_for_one_answer(world: World) -> None:
+    response = call(world.handle(), 1)
+
+    async def wait() -> Any:
+        return await response
+
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(wait()) for _ in range(3)]
+        (await world.sent()).answer("yes")
+    assert [task.result() for task in waiting] == ["yes"] * 3
+
+
+async def test_a_thread_waits_by_result_and_a_loop_may_not(world: World) -> None:
+    response = call(world.handle(), 1)
+    with pytest.raises(RuntimeError, match="await response"):
+        response.result()
+    waiting = asyncio.to_thread(response.result, 5)
+    (await world.sent()).answer("yes")
+    assert await waiting == "yes"
+
+
+async def test_result_gives_up_waiting_but_not_the_call(world: World) -> None:
+    response = call(world.handle(), 1)
+    with pytest.raises(TimeoutError, match="within"):
+        await asyncio.to_thread(response.result, 0.01)
+    (await world.sent()).answer("late")
+    assert await response == "late"
+
+
+async def test_options_reach_the_request_and_what_is_not_given_stays(world: World) -> None:
+    handle = world.handle().options(multiplexed_model_id="m1", timeout_s=200.0).options(method_name="embed")
+    _ = call(handle)
+    head = (await world.sent()).head
+    assert head.call is not None
+    assert (head.call.method_name, head.call.model_id) == ("embed", "m1")
+    assert 150 < head.timeout_s <= 200
+
+
+@pytest.mark.parametrize(
+    ("options", "left_s"),
+    [
+        ({}, 7 * 86_400),
+        ({"timeout_s": 300, "relative_slo_ms": 200_000}, 200),
+        ({"relative_slo_ms": 500_000}, 500),
+    ],
+)
+async def test_the_earliest_deadline_counts(world: World, options: dict[str, Any], left_s: float) -> None:
+    _ = call(world.handle().options(**options))
+    assert (await world.sent()).head.timeout_s == pytest.approx(left_s, abs=50)
+
+
+async def test_an_absolute_deadline_is_of_the_calendar(world: World) -> None:
+    unix_now = time.time()  # noqa: TID251 - what the option is given in
+    _ = call(world.handle().options(absolute_slo_ms=(unix_now + 400) * 1000))
+    assert (await world.sent()).head.timeout_s == pytest.approx(400, abs=50)
+    with pytest.raises(DeadlineExceeded):
+        await call(world.handle().options(absolute_slo_ms=(unix_now - 4) * 1000))
+
+
+async def test_a_call_takes_over_what_its_request_has(world: World) -> None:
+    token = request_context.set(
+        RequestContext(request_id="r1", traceparent="00-t", deadline=time.monotonic() + 100)
+    )
+    try:
+        response = call(world.handle().options(timeout_s=5000))
+    finally:
+        request_context.reset(token)
+    head = (await world.sent()).head
+    assert (head.request_id, head.traceparent, response.request_id) == ("r1", "00-t", "r1")
+    assert 50 < head.timeout_s <= 100
+
+
+async def test_a_call_past_its_requests_deadline_never_leaves(world: World) -> None:
+    token = request_context.set(RequestContext(request_id="r1", deadline=time.monotonic() - 1))
+    try:
+        response = call(world.handle())
+    finally:
+        request_context.reset(token)
+    with pytest.raises(DeadlineExceeded):
+        await response
+    assert world.is_idle
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"relative_slo_ms": -1}, {"method_name": "no method"}])
+def test_an_option_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadField, match=next(iter(options))):
+        get_deployment_handle("a").options(**options)
+
+
+# -- names --
+
+
+def test_a_handle_is_pickled_as_names_and_options() -> None:
+    handle = get_deployment_handle("shop/a").options(stream=True, shard_key="k").predict
+    restored = pickle.loads(pickle.dumps(handle))
+    assert repr(restored) == "DeploymentHandle('shop/a', method_name='predict')"
+    assert restored._options == handle._options
+    assert copy.deepcopy(handle).app_name == "shop"
+    assert len(pickle.dumps(handle)) < 500
+
+
+def test_a_handle_is_of_the_replicas_own_application_unless_told() -> None:
+    assert get_deployment_handle("a").app_name == "default"
+    bus = BusSettings(servers=["nats://x"], user="", password="", inbox_prefix="_I", subject_prefix="serve")
+    set_replica_context(
+        CurrentReplica(
+            replica_tag=TAG, backend_tag=BackendTag("shop/b"), bus=bus, code_version=1, peer_versions={}
+        )
+    )
+    try:
+        assert get_deployment_handle("a").app_name == "shop"
+        assert get_deployment_handle("a", "till").app_name == "till"
+    finally:
+        set_replica_context(None)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b/c", "/a"])
+def test_a_name_that_cannot_be_is_refused(name: str) -> None:
+    with pytest.raises(BadField):
+        get_deployment_handle(name)
+
+
+async def test_an_application_is_called_at_the_deployment_with_a_route(world: World) -> None:
+    world.deploy("shop/inner", "shop/other")
+    world.deploy("shop/front", route="/")
+    _ = call(get_app_handle("shop"))
+    assert (await world.sent()).subject == "serve.replica.shop.front.0"
+    world.deploy("shop/second", route="/2")
+    with pytest.raises(NotFound, match="2 deployments with a route"):
+        await call(get_app_handle("shop"))
+    _ = call(get_app_handle("default"))
+    assert (await world.sent()).subject == "serve.replica.default.a.0"
+
+
+@pytest.fixture
+def in_replica() -> Iterator[CurrentReplica]:
+    """Of the deployment shop/front."""
+    context = CurrentReplica(
+        replica_tag=ReplicaTag("shop/front#3"),
+        backend_tag=BackendTag("shop/front"),
+        bus=BusSettings(servers=["nats://x"], user="", inbox_prefix="_I", subject_prefix="serve"),
+        code_version=1,
+        peer_versions={},
+    )
+    set_replica_context(context)
+    yield context
+    set_replica_context(None)
+
+
+async def test_a_replica_calls_its_own_application_and_whom_may_call_names(
+    world: World, in_replica: CurrentReplica
+) -> None:
+    world.deploy("shop/inner", "bank/ledger", "bank/vault")
+    _ = call(get_deployment_handle("inner"))
+    assert (await world.sent()).subject == "serve.replica.shop.inner.0"
+    with pytest.raises(CallNotAllowed, match="'shop/front' may not call 'bank/ledger'"):
+        await call(get_deployment_handle("ledger", "bank"))
+    in_replica.may_call = ("bank/ledger",)  # as a reconfigure does
+    _ = call(get_deployment_handle("ledger", "bank"))
+    assert (await world.sent()).subject == "serve.replica.bank.ledger.0"
+    for name, app in (("vault", "bank"), ("inner", "shop")):
+        with pytest.raises(CallNotAllowed, match="allows bank/ledger"):
+            await call(get_deployment_handle(name, app))
+    in_replica.may_call = ()
+    with pytest.raises(CallNotAllowed, match="allows nobody"):
+        await call(get_deployment_handle("inner"))
+    in_replica.may_call = ("*",)
+    _ = call(get_deployment_handle("vault", "bank"))
+    assert (await world.sent()).subject == "serve.replica.bank.vault.0"
+
+
+# -- before there is a route --
+
+
+async def test_a_call_waits_for_the_bucket_and_for_what_was_just_deployed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world(monkeypatch)
+    early, unknown = call(world.handle("a"), 1), call(world.handle("b"), 2)
+    await world.settle()
+    world.deploy("default/a")
+    assert (await world.sent()).arguments == ((1,), {})
+    world.deploy("default/b", whole=False)
+    assert (await world.sent()).arguments == ((2,), {})
+    assert not early.cancelled()
+    assert not unknown.cancelled()
+
+
+async def test_an_unknown_deployment_is_told_soon(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 0.01)
+    with pytest.raises(NotFound, match="default/nobody"):
+        await call(world.handle("nobody"))
+    with pytest.raises(NotFound, match="application 'nobody'"):
+        await call(get_app_handle("nobody"))
+
+
+async def test_a_call_that_waited_for_the_bucket_does_not_wait_as_long_for_its_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world(monkeypatch)
+    monkeypatch.setattr(router, "BUCKET_WAIT_S", 3600.0)
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 0.01)
+    response = call(world.handle("nobody"))
+    await world.settle()
+    world.deploy("default/a")
+    with pytest.raises(NotFound, match="default/nobody"):
+        async with asyncio.timeout(30):
+            await response
+
+
+async def test_a_bucket_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "BUCKET_WAIT_S", 0.01)
+    world = make_world(monkeypatch)
+    world.router.routing_error = "nobody is there"
+    with pytest.raises(BusUnavailable, match="nobody is there"):
+        await call(world.handle())
+
+
+async def test_what_can_never_work_fails_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(monkeypatch)
+    early = call(world.handle())
+    await world.settle()
+    world.router.fail_all(BusUnavailable("refused"))
+    for response in (early, call(world.handle())):
+        with pytest.raises(BusUnavailable, match="refused"):
+            await response
+
+
+async def test_only_so_many_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "WAITING_MAX", 2)
+    world = make_world(monkeypatch)
+    responses = [call(world.handle()) for _ in range(3)]
+    with pytest.raises(BusUnavailable, match="2 calls wait already"):
+        await responses[2]
+
+
+# Handles find their stack as the command line does, and come as a user of their own.
+
+
+@pytest.fixture
+def password(tmp_path: Path) -> str:
+    return generate(tmp_path / "secrets", plain=True).read("nats_client")
+
+
+def test_credentials_lie_with_the_stack_that_is_found(tmp_path: Path) -> None:
+    secrets = generate(tmp_path / "secrets")
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    admins = {"MUSTER_NATS_CREDS_FILE": str(secrets.credentials_file(Role.ADMIN))}
+    for variables in ({}, admins):
+        bus = find_bus_outside_replica(variables, tmp_path / "deep" / "down")
+        assert bus.servers == ["nats://127.0.0.1:4222"]
+        assert bus.credentials == CredentialsFile(str(secrets.credentials_file(Role.CLIENT)))
+        assert (bus.inbox_prefix, bus.subject_prefix) == ("_INBOX_client", "serve")
+
+
+def test_credentials_may_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "given.creds"
+    file.touch()
+    bus = find_bus_outside_replica(
+        {"MUSTER_NATS_URL": "nats://elsewhere", "MUSTER_CLIENT_CREDS_FILE": str(file)}, tmp_path
+    )
+    assert (bus.servers, bus.credentials) == (["nats://elsewhere:4222"], CredentialsFile(str(file)))
+
+
+def test_the_password_lies_with_the_stack_that_is_found(tmp_path: Path, password: str) -> None:
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    bus = find_bus_outside_replica({}, tmp_path / "deep" / "down")
+    assert (bus.servers, bus.user, bus.password) == (["nats://127.0.0.1:4222"], "client", password)
+    assert (bus.inbox_prefix, bus.subject_prefix) == ("_INBOX_client", "serve")
+
+
+def test_an_admins_credentials_are_not_the_handles(tmp_path: Path, password: str) -> None:
+    variables = {
+        "MUSTER_NATS_URL": "nats://admin:hunter22@localhost:4300",
+        "MUSTER_NATS_USER": "admin",
+        "MUSTER_NATS_PASSWORD": "hunter22",
+    }
+    bus = find_bus_outside_replica(variables, tmp_path)
+    assert (bus.servers, bus.user, bus.password) == (["nats://localhost:4300"], "client", password)
+
+
+def test_a_password_never_goes_to_another_machine(tmp_path: Path, password: str) -> None:
+    assert find_bus_outside_replica({"MUSTER_NATS_URL": "nats://elsewhere:4222"}, tmp_path).password == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"MUSTER_NATS_URL": "nats://client:secret-1@elsewhere"},
+        {"MUSTER_NATS_URL": "nats://elsewhere", "MUSTER_CLIENT_PASSWORD": "secret-1"},
+        {"MUSTER_NATS_URL": "nats://client:old@elsewhere", "MUSTER_CLIENT_PASSWORD": "secret-1"},
+    ],
+)
+def test_a_password_may_be_given(tmp_path: Path, variables: dict[str, str]) -> None:
+    bus = find_bus_outside_replica(variables, tmp_path)
+    assert (bus.servers, bus.password) == (["nats://elsewhere:4222"], "secret-1")
+
+
+def test_a_password_may_come_from_a_file_and_the_user_have_another_name(tmp_path: Path) -> None:
+    (tmp_path / "given").write_text("secret-1\n")
+    variables = {
+        "MUSTER_NATS_URL": "nats://elsewhere",
+        "MUSTER_CLIENT_USER": "team-a",
+        "MUSTER_CLIENT_PASSWORD_FILE": str(tmp_path / "given"),
+    }
+    bus = find_bus_outside_replica(variables, tmp_path)
+    assert (bus.user, bus.password) == ("team-a", "secret-1")
+
+
+def test_no_stack_at_all_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BusUnavailable, match="no stack was found"):
+        find_bus_outside_replica({}, tmp_path)
+
+
+def test_a_replica_uses_its_own_bus() -> None:
+    bus = BusSettings(
+        servers=["nats://x"], user="replica", password="p", inbox_prefix="_INBOX_replica", subject_prefix="s"
+    )
+    context = CurrentReplica(
+        replica_tag=ReplicaTag("a/b#0"),
+        backend_tag=BackendTag("a/b"),
+        bus=bus,
+        code_version=1,
+        peer_versions={},
+    )
+    set_replica_context(context)
+    try:
+        assert find_bus() is bus
+    finally:
+        set_replica_context(None)
+
+
+# The parts of handles between threads: items cut anywhere, wakers that are never lost.
+
+
+@given(st.lists(st.binary(max_size=40)), st.lists(st.integers(0, 60)))
+def test_items_come_whole_wherever_their_bytes_are_cut(items: list[bytes], cuts: list[int]) -> None:
+    data = b"".join(len(item).to_bytes(4, "big") + item for item in items)
+    reader, found = ItemReader(), []
+    sizes = iter(cuts)
+    while data:
+        size = next(sizes, 7)
+        piece, data = data[:size], data[size:]
+        reader.feed(memoryview(piece))
+        while (item := reader.next_item()) is not None:
+            found.append(bytes(item))
+    assert found == items
+    assert reader.is_between_items
+
+
+def test_an_item_above_the_limit_is_refused_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "BODY_BYTES_MAX", 100)
+    reader = ItemReader()
+    reader.feed(memoryview((101).to_bytes(4, "big")))
+    with pytest.raises(ResponseUnusable, match="at most 100"):
+        reader.next_item()
+
+
+def test_a_thread_is_woken_however_it_meets_what_it_waits_for() -> None:
+    for _ in range(300):
+        wakers, happened = Wakers(), threading.Event()
+
+        def happen(wakers: Wakers = wakers, happened: threading.Event = happened) -> None:
+            happened.set()
+            wakers.wake()
+
+        other = threading.Thread(target=happen)
+        other.start()
+        assert wait_in_thread(wakers, happened.is_set, 30)
+        other.join()
+
+
+async def test_every_waiter_of_a_loop_is_woken_by_another_thread() -> None:
+    waiters = [make_waiter() for _ in range(200)]
+
+    def wake() -> None:
+        for _, waker in waiters:
+            waker()
+
+    other = threading.Thread(target=wake)
+    other.start()
+    async with asyncio.timeout(30):
+        for waiter, _ in waiters:
+            await waiter
+    other.join()
+
+
+def test_a_mailbox_of_a_closed_loop_says_that_nobody_takes() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox: Mailbox[int] = Mailbox(loop, lambda _value: None)
+    loop.close()
+    assert not mailbox.put(1)

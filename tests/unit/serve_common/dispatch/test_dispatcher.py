@@ -1,0 +1,756 @@
+"""The dispatcher against a bus made of lists: every way a request can end, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve_common.dispatch.calls import Call, Response
+from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ResponseUnusable
+from serve_common.dispatch.timers import PROBE_AFTER_S
+from serve_common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    NoReplicaAvailable,
+    NotFound,
+    ReplicaDied,
+    ServeError,
+)
+from serve_common.names import BackendTag, ReplicaTag
+from serve_common.nats.options import NotConnected
+from serve_common.protocol.frames import (
+    CREDIT_FRAMES,
+    FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
+    BodyHead,
+    CancelHead,
+    CreditHead,
+    ErrorHead,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+)
+from serve_common.routing.router import Router
+from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
+
+R2 = ReplicaTag("d/a#2")
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    for task in world.tasks:
+        assert task.done(), "a handler still waits"
+    world.assert_nothing_is_left()
+
+
+async def test_an_answer_comes_back_and_the_slot_is_free_again(world: World) -> None:
+    first, second = await world.ask(b"body"), await world.ask()
+    replica, reply, head, body = world.take(RequestHead)
+    assert (replica, body, head.route, head.body_bytes) == ("0", b"body", "/a", 4)
+    assert 0 < head.timeout_s <= TIMEOUT_S
+    assert not world.bus.sent  # the second waits
+    world.ok(reply)
+    _, answer = await first
+    assert (answer.status, bytes(answer.body)) == (200, b"ok")
+    world.ok(world.take(RequestHead)[1])
+    await second
+
+
+async def test_a_refused_request_goes_elsewhere(world: World) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    replica, reply, _, _ = world.take(RequestHead)
+    world.answer(reply, RefusedHead("busy", 1))
+    other, reply, _, _ = world.take(RequestHead)
+    assert {replica, other} == {"0", "1"}
+    world.answer(reply, RefusedHead("draining", 1))
+    assert not world.bus.sent
+    world.look(0.03)  # the busy one's pause is over
+    again, reply, _, _ = world.take(RequestHead)
+    assert again == replica
+    world.ok(reply)
+    await task
+
+
+async def test_no_responders_at_first_means_that_nothing_began(world: World) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    replica, reply, _, _ = world.take(RequestHead)
+    world.no_responders(reply)
+    other, reply, _, _ = world.take(RequestHead)
+    assert other != replica
+    world.ok(reply)
+    await task
+
+
+async def test_without_any_replica_a_request_waits_for_one(world: World) -> None:
+    task = await world.ask(repeatable=False)
+    world.no_responders(world.take(RequestHead)[1])
+    world.look(0.1)
+    assert not world.bus.sent
+    world.put(R1)
+    replica, reply, _, _ = world.take(RequestHead)
+    assert replica == "1"
+    world.ok(reply)
+    await task
+
+
+async def test_a_full_queue_is_refused_at_once(world: World) -> None:
+    world.queue = 0
+    world.put(R0)
+    held = await world.ask()
+    assert isinstance(await failure(await world.ask()), NoReplicaAvailable)
+    world.ok(world.take(RequestHead)[1])
+    await held
+
+
+async def test_who_waits_too_long_is_told_that_nobody_had_room(world: World) -> None:
+    held, waiting = await world.ask(timeout_s=100), await world.ask()
+    world.look(TIMEOUT_S - 0.1)
+    assert not waiting.done()
+    world.look(TIMEOUT_S)
+    assert isinstance(await failure(waiting), NoReplicaAvailable)
+    world.ok(world.take(RequestHead)[1])
+    await held
+
+
+async def test_a_late_answer_is_a_timeout_and_the_replica_is_told(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.look(TIMEOUT_S)
+    assert isinstance(await failure(task), DeadlineExceeded)
+    assert world.take(CancelHead)[1] == reply
+    world.ok(reply)  # nobody listens any more
+
+
+async def test_a_client_that_goes_away_gives_its_slot_to_the_next(world: World) -> None:
+    gone, queued, gone_too, last = [await world.ask() for _ in range(4)]
+    reply = world.take(RequestHead)[1]
+    gone_too.cancel()
+    gone.cancel()
+    await asyncio.sleep(0)
+    assert world.take(CancelHead)[1] == reply
+    world.ok(world.take(RequestHead)[1])
+    await queued
+    world.ok(world.take(RequestHead)[1])
+    await last
+    await asyncio.wait([gone, gone_too])
+
+
+async def test_user_errors_keep_their_status(world: World) -> None:
+    task = await world.ask()
+    world.answer(world.take(RequestHead)[1], ErrorHead("user_code_raised", 500, "ValueError", 0))
+    error = await failure(task)
+    assert isinstance(error, ReplicaError)
+    assert error.status == 500
+
+
+async def test_a_silent_request_is_probed_and_unknown_means_lost(world: World) -> None:
+    once, twice = await world.ask(repeatable=False), None
+    reply = world.take(RequestHead)[1]
+    world.look(PROBE_AFTER_S - 0.1)
+    assert not world.bus.sent
+    world.look(PROBE_AFTER_S + 0.5)
+    assert world.take(ProbeHead)[1] == reply
+    world.answer(reply, RefusedHead("unknown", 0))
+    assert isinstance(await failure(once), ReplicaDied)
+
+    twice = await world.ask(repeatable=True)
+    first = world.take(RequestHead)[1]
+    world.answer(first, RefusedHead("unknown", 0))
+    second = world.take(RequestHead)[1]
+    assert second != first
+    world.ok(second)
+    await twice
+
+
+async def test_a_request_that_keeps_getting_lost_is_given_up(world: World) -> None:
+    task = await world.ask()
+    for _ in range(10):
+        world.answer(world.take(RequestHead)[1], RefusedHead("unknown", 0))
+    assert isinstance(await failure(task), ReplicaDied)
+
+
+async def test_a_dead_replicas_requests_fail_over_all_at_once(world: World, monkeypatch) -> None:
+    world.limit = 3
+    world.put(R0)
+    repeatable, also, fragile = await world.ask(), await world.ask(), await world.ask(repeatable=False)
+    replies = [world.take(RequestHead)[1] for _ in range(3)]
+    world.put(R0, R1, R2)
+    world.look(1.5)
+    assert [world.take(ProbeHead)[1] for _ in range(3)] == replies
+    clock = [world.now + 1.5]
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: clock[0])
+    world.no_responders(replies[0])
+    assert not fragile.done()
+    clock[0] += 0.2
+    world.look(clock[0] - world.now)
+    assert world.take(ProbeHead)[1] in replies  # asked again before it is believed
+    clock[0] += 0.2
+    world.no_responders(replies[1])
+    sent = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
+    assert sorted(subject.rpartition(".")[2] for subject, *_ in sent) == ["1", "2"]
+    assert isinstance(await failure(fragile), ReplicaDied)
+    for _, reply, _, _ in sent:
+        world.ok(reply)
+    await asyncio.gather(repeatable, also)
+
+
+async def test_a_replica_that_leaves_the_snapshot_loses_its_requests(world: World) -> None:
+    task = await world.ask()
+    world.take(RequestHead)
+    world.put(R1)
+    world.take(CancelHead)
+    replica, reply, _, _ = world.take(RequestHead)
+    assert replica == "1"
+    world.ok(reply)
+    await task
+
+
+async def test_a_draining_replica_still_answers(world: World) -> None:
+    task = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    world.put(R1, draining=(R0,))
+    world.ok(reply)
+    await task
+
+
+async def test_who_waits_for_an_endpoint_that_vanishes_is_told_at_once(world: World) -> None:
+    held, waiting = await world.ask(repeatable=False), await world.ask()
+    world.put_endpoint(None)
+    assert isinstance(await failure(waiting), NotFound)
+    world.ok(world.take(RequestHead)[1])
+    await held
+
+
+async def test_who_waits_for_a_backend_that_vanishes_is_told_at_once(world: World) -> None:
+    held, waiting = await world.ask(repeatable=False), await world.ask()
+    world.take(RequestHead)
+    world.drop_backend()
+    assert isinstance(await failure(waiting), NoReplicaAvailable)
+    assert isinstance(await failure(held), ReplicaDied)
+
+
+async def test_without_the_bus_requests_wait_for_a_bounded_time(world: World) -> None:
+    world.bus.is_connected = False
+    early = await world.ask()
+    world.look(4.9)
+    assert not early.done()
+    world.look(5.1)
+    assert isinstance(await failure(early), BusUnavailable)
+    late = await world.ask()
+    world.bus.is_connected = True
+    world.dispatcher.bus_reconnected()
+    world.ok(world.take(RequestHead)[1])
+    await late
+
+
+async def test_a_bus_that_goes_away_before_it_is_noticed_parks_the_request_and_frees_its_slot(
+    world: World, monkeypatch
+) -> None:
+    def fail(*_args, **_kwargs):
+        raise NotConnected("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.bus, "publish", fail)
+        task = await world.ask()
+        assert world.routes.routers[BACKEND].in_flight == 0
+    world.dispatcher.bus_reconnected()
+    world.ok(world.take(RequestHead)[1])
+    await task
+
+
+async def test_after_a_reconnect_everything_under_way_is_probed_at_once(world: World) -> None:
+    task = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    world.dispatcher.bus_reconnected()
+    assert world.take(ProbeHead)[1] == reply
+    world.no_responders(reply)  # the replica reconnects too: that is no death
+    world.ok(reply)
+    await task
+
+
+async def test_a_bus_that_takes_no_more_is_an_error_and_frees_the_slot(world: World) -> None:
+    world.bus.is_full = True
+    assert isinstance(await failure(await world.ask()), ServeError)
+
+
+async def test_headers_that_do_not_fit_into_a_frame_are_refused(world: World) -> None:
+    assert isinstance(await failure(await world.ask(headers=[("a", "b" * 70_000)])), HeadersTooLarge)
+
+
+async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> None:
+    body = bytes((WINDOW_FRAMES + 3) * FRAME_BODY_BYTES_MAX + 1)
+    task = await world.ask(body)
+    _, reply, head, first = world.take(RequestHead)
+    assert head.body_bytes == len(body)
+    received = first + b"".join(world.take(BodyHead)[3] for _ in range(WINDOW_FRAMES - 1))
+    assert not world.bus.sent
+    world.answer(reply, CreditHead(2))
+    sequences = [world.bus.sent[0][2], world.bus.sent[1][2]]
+    assert sequences == [BodyHead(WINDOW_FRAMES, False), BodyHead(WINDOW_FRAMES + 1, False)]
+    received += b"".join(world.take(BodyHead)[3] for _ in range(2))
+    assert not world.bus.sent
+    world.answer(reply, CreditHead(9))
+    received += world.take(BodyHead)[3]
+    _, _, last, piece = world.take(BodyHead)
+    assert last == BodyHead(WINDOW_FRAMES + 3, True)
+    assert received + piece == body
+    world.ok(reply)
+    await task
+
+
+async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -> None:
+    task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX))
+    old = world.take(RequestHead)[1]
+    world.bus.sent.clear()
+    world.dispatcher.bus_reconnected()
+    assert world.take(CancelHead)[1] == old
+    new = world.take(RequestHead)[1]
+    world.bus.sent.clear()
+    world.answer(old, CreditHead(5))
+    world.answer(new, CreditHead(5))
+    assert {reply for _, reply, _, _ in world.bus.sent} == {new}
+    world.ok(new)
+    await task
+
+
+async def test_an_upload_that_a_reconnect_interrupts_may_have_begun_and_runs_once_only(world: World) -> None:
+    task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX), repeatable=False)
+    world.bus.sent.clear()
+    world.dispatcher.bus_reconnected()
+    world.take(CancelHead)
+    assert isinstance(await failure(task), ReplicaDied)
+    assert not world.bus.sent
+
+
+async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    assert answer.stream is not None
+    for at in range(1, CREDIT_FRAMES):
+        assert await answer.stream.read() == b"0"
+        world.answer(reply, BodyHead(at, False), b"0")
+    assert await answer.stream.read() == b"0"
+    assert not world.bus.sent
+    reading = asyncio.get_running_loop().create_task(answer.stream.read())
+    await asyncio.sleep(0)
+    assert world.take(CreditHead)[2] == CreditHead(CREDIT_FRAMES, 1)
+    world.answer(reply, BodyHead(CREDIT_FRAMES, False), b"1")
+    assert await reading == b"1"
+    world.answer(reply, BodyHead(CREDIT_FRAMES + 1, True), b"2")
+    assert world.routes.routers[BACKEND].in_flight == 0  # the replica is done with it
+    assert await answer.stream.read() == b"2"
+    assert await answer.stream.read() is None
+    assert not world.bus.sent
+
+
+async def test_a_stream_that_breaks_off_says_so_after_what_came(world: World) -> None:
+    task = await world.ask(repeatable=True)
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    world.answer(reply, RefusedHead("unknown", 0))
+    assert await answer.stream.read() == b"0"
+    with pytest.raises(ReplicaDied):
+        await answer.stream.read()
+    assert not world.bus.sent  # a part was seen, so it is not sent again
+
+
+async def read_all(stream) -> None:
+    while await stream.read() is not None:
+        pass
+
+
+async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
+    for frames, error in (
+        ([BodyHead(2, False)], ReplicaDied),
+        ([BodyHead(i, False) for i in range(1, 2 * WINDOW_FRAMES)], ResponseUnusable),
+        ([ResponseHead(200, [], False, 0)], ResponseUnusable),
+    ):
+        task = await world.ask()
+        reply = world.take(RequestHead)[1]
+        world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+        _, answer = await task
+        for frame in frames:
+            world.answer(reply, frame, b"x")
+        with pytest.raises(error):
+            await read_all(answer.stream)
+        assert world.take(CancelHead)[1] == reply
+        world.bus.sent.clear()
+
+
+async def test_abandoning_a_stream_cancels_it_at_the_replica(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    call, _ = await task
+    world.dispatcher.abandon(call)
+    world.dispatcher.abandon(call)
+    assert world.take(CancelHead)[1] == reply
+    assert not world.bus.sent
+
+
+async def test_rubbish_from_a_replica_is_an_error_of_that_request_only(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.bus.receivers[b"1"][0](b"\xff\xff\xff", b"", None)
+    assert isinstance(await failure(task), ResponseUnusable)
+    assert world.take(CancelHead)[1] == reply
+
+
+async def test_closing_ends_everything(world: World) -> None:
+    tasks = [await world.ask() for _ in range(3)]
+    world.dispatcher.close()
+    for task in tasks:
+        assert isinstance(await failure(task), BusUnavailable)
+
+
+# Requests without a future: who is told what, when, and that callbacks may begin and give up other requests.
+
+
+class Told:
+    """Remembers what the callbacks of one request were told."""
+
+    def __init__(self, world: World, then=None, **fields) -> None:
+        self.answers: list[Response] = []
+        self.errors: list[ServeError] = []
+        self.then = then
+        self.call = world.dispatcher.start(world.make_ask(**fields), self.on_response, self.on_error)
+
+    def on_response(self, call: Call, answer: Response) -> None:
+        assert call is self.call
+        self.answers.append(answer)
+        if self.then is not None:
+            self.then()
+
+    def on_error(self, _call: Call, error: ServeError) -> None:
+        self.errors.append(error)
+        if self.then is not None:
+            self.then()
+
+
+async def test_an_answer_is_told_at_once_when_the_slot_is_free_again(world: World) -> None:
+    in_flight = []
+    told = Told(world, lambda: in_flight.append(world.routes.routers[BACKEND].in_flight))
+    world.ok(world.take(RequestHead)[1])
+    assert (len(told.answers), told.errors, in_flight) == (1, [], [0])
+    world.dispatcher.abandon(told.call)  # does nothing any more
+    assert not world.bus.sent
+
+
+async def test_who_is_told_may_send_the_next_request_within_the_same_slot(world: World) -> None:
+    nexts: list[Told] = []
+    Told(world, lambda: nexts.append(Told(world)))
+    world.ok(world.take(RequestHead)[1])
+    world.ok(world.take(RequestHead)[1])
+    assert len(nexts[0].answers) == 1
+
+
+async def test_a_request_that_cannot_wait_is_refused_before_begin_returns(world: World) -> None:
+    world.queue = 0
+    world.put()
+    told = Told(world)
+    assert isinstance(told.errors[0], NoReplicaAvailable)
+    assert told.call.key not in world.dispatcher.calls
+
+
+async def test_after_abandon_nobody_is_told_anything(world: World) -> None:
+    sent, waiting = Told(world), Told(world)
+    reply = world.take(RequestHead)[1]
+    world.dispatcher.abandon(waiting.call)
+    world.dispatcher.abandon(sent.call)
+    assert world.take(CancelHead)[1] == reply
+    world.ok(reply)
+    world.dispatcher.close()
+    assert sent.answers == sent.errors == waiting.answers == waiting.errors == []
+
+
+async def test_a_stream_is_told_once_and_its_end_to_its_reader(world: World) -> None:
+    told = Told(world)
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    (answer,) = told.answers
+    assert answer.stream is not None
+    assert await answer.stream.read() == b"0"
+    world.answer(reply, BodyHead(2, False), b"lost one")
+    with pytest.raises(ReplicaDied):
+        await answer.stream.read()
+    assert told.errors == []
+
+
+async def test_a_callback_may_give_up_all_others_whatever_ends_its_request(world: World) -> None:
+    async def end_by(end, *, replicas=(R0,), limit: int = 1, repeatable: bool = False) -> None:
+        world.limit = limit
+        world.put(*replicas)
+        told: list[Told] = []
+
+        def give_up_the_others() -> None:
+            for other in told:
+                if not other.errors:
+                    world.dispatcher.abandon(other.call)
+
+        told += [
+            Told(world, give_up_the_others, repeatable=repeatable, timeout_s=TIMEOUT_S) for _ in range(4)
+        ]
+        end()
+        assert sum(len(other.errors) for other in told) == 1
+        world.assert_nothing_is_left()
+        world.bus.sent.clear()
+
+    await end_by(world.dispatcher.close)
+    await end_by(lambda: world.look(TIMEOUT_S), replicas=())  # all expire in the queue
+    await end_by(lambda: world.look(TIMEOUT_S), limit=4)  # all time out
+    await end_by(lambda: world.put(R1), limit=4)  # all are lost at once
+    await end_by(lambda: world.put_endpoint(None), replicas=())
+    world.put_endpoint()
+    await end_by(world.drop_backend, limit=2)
+    world.put(R0)
+    await end_by(lambda: world.put_traffic({BACKEND: 0.0}), replicas=())
+
+
+async def test_a_parked_request_may_be_given_up_by_another_ones_callback(world: World) -> None:
+    world.bus.is_connected = False
+    parked = Told(world)
+    other = Told(world, lambda: world.dispatcher.abandon(parked.call))
+    world.queue = 0
+    world.put()
+    world.bus.is_connected = True
+    world.dispatcher.abandon(parked.call)
+    world.dispatcher.bus_reconnected()
+    assert isinstance(other.errors[0], NoReplicaAvailable)
+    assert parked.errors == []
+
+
+async def test_a_task_that_is_cancelled_in_the_moment_of_its_answer_leaves_nothing(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    task.cancel()
+    world.answer(reply, ResponseHead(200, [], False, 0), b"a stream that nobody will read")
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert world.take(CancelHead)[1] == reply
+
+
+async def test_closing_tells_those_that_have_no_answer_yet(world: World) -> None:
+    sent, waiting = Told(world), Told(world)
+    world.dispatcher.close()
+    assert [type(error) for error in sent.errors + waiting.errors] == [BusUnavailable, BusUnavailable]
+
+
+UNSENDABLE = {"headers": [(b"a", b"b" * 70_000)]}
+"""Ends with an error when it is given a slot."""
+
+
+async def test_who_is_given_up_while_its_dead_replica_is_mourned_is_not_sent_again(world: World) -> None:
+    world.limit = 2
+    world.put(R0)
+    told: list[Told] = []
+    told.append(Told(world, lambda: world.dispatcher.abandon(told[1].call), repeatable=False))
+    told.append(Told(world, repeatable=True))
+    world.bus.sent.clear()
+    world.put(R1)
+    assert [type(error) for error in told[0].errors] == [ReplicaDied]
+    assert {type(frame[2]) for frame in world.bus.sent} == {CancelHead}
+    world.assert_nothing_is_left()
+
+
+async def test_who_is_given_up_while_its_backend_goes_away_is_not_sent_to_another(world: World) -> None:
+    world.put()
+    told: list[Told] = []
+    told.append(Told(world, lambda: world.dispatcher.abandon(told[1].call), **UNSENDABLE))
+    told.append(Told(world))
+    new = BackendTag("d/new")
+    world.put(ReplicaTag("d/new#7"), backend=new)
+    world.put_traffic({BACKEND: 0.5, new: 0.5})
+    world.drop_backend()
+    assert [type(error) for error in told[0].errors] == [HeadersTooLarge]
+    assert not world.bus.sent
+    world.assert_nothing_is_left()
+
+
+async def test_who_is_given_up_while_its_slot_is_given_back_is_not_sent_again(world: World) -> None:
+    told: list[Told] = []
+    unsent = bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX)
+    told.append(Told(world, body=unsent))  # not sent whole, so it begins anew
+    told.append(Told(world, lambda: world.dispatcher.abandon(told[0].call), **UNSENDABLE))
+    world.bus.sent.clear()
+    world.dispatcher.bus_reconnected()
+    assert [type(error) for error in told[1].errors] == [HeadersTooLarge]
+    assert {type(frame[2]) for frame in world.bus.sent} == {CancelHead}
+    world.assert_nothing_is_left()
+
+
+# Requests and their endpoint's traffic policy: several backends, and what waits while the policy changes.
+
+
+NEW = BackendTag("d/new")
+N0 = ReplicaTag("d/new#7")
+
+
+async def test_each_request_goes_by_its_own_draw(world: World) -> None:
+    world.put(N0, backend=NEW)
+    world.put_traffic({BACKEND: 0.75, NEW: 0.25})
+    for chance, ordinal in ((0.0, "0"), (0.74, "0"), (0.76, "7"), (0.99, "7")):
+        world.chance = chance
+        task = await world.ask()
+        replica, reply, _, _ = world.take(RequestHead)
+        assert replica == ordinal
+        world.ok(reply)
+        await task
+
+
+async def test_what_waits_for_a_backend_that_lost_all_traffic_goes_to_the_new_one_in_order(
+    world: World,
+) -> None:
+    world.limit = 2
+    world.put(R0)
+    held = [await world.ask(repeatable=False) for _ in range(2)]
+    replies = [world.take(RequestHead)[1] for _ in held]
+    waiting = [await world.ask(b"%d" % i, repeatable=False, timeout_s=TIMEOUT_S - i) for i in range(3)]
+    world.put(N0, backend=NEW)
+    assert not world.bus.sent
+    world.put_traffic({NEW: 1.0})
+    moved = [world.take(RequestHead) for _ in range(2)]
+    assert {replica for replica, *_ in moved} == {"7"}
+    assert not world.bus.sent
+    for _, reply, _, _ in moved:
+        world.ok(reply)
+    replica, reply, _, _ = world.take(RequestHead)
+    assert replica == "7"
+    world.ok(reply)
+    for reply in replies:  # what the old one had begun, it answers
+        world.ok(reply)
+    await asyncio.gather(*held, *waiting)
+
+
+async def test_a_shift_fails_nobody_although_the_new_queue_is_shorter(world: World) -> None:
+    world.limit, world.queue = 1, 10
+    world.put(R0)
+    held = await world.ask()
+    reply = world.take(RequestHead)[1]
+    waiting = [await world.ask() for _ in range(5)]
+    world.queue = 1
+    world.put(backend=NEW)  # no replica yet
+    world.put_traffic({NEW: 1.0})
+    assert not any(task.done() for task in waiting)
+    assert isinstance(await failure(await world.ask()), NoReplicaAvailable)  # new ones meet the limit
+    world.put(N0, backend=NEW)
+    for _ in waiting:
+        world.ok(world.take(RequestHead)[1])
+    world.ok(reply)
+    await asyncio.gather(held, *waiting)
+
+
+async def test_what_waits_stays_while_its_backend_keeps_a_share(world: World) -> None:
+    held, waiting = await world.ask(), await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.put(N0, backend=NEW)
+    world.put_traffic({BACKEND: 0.01, NEW: 0.99})
+    assert not world.bus.sent
+    world.ok(reply)
+    world.ok(world.take(RequestHead)[1])
+    await asyncio.gather(held, waiting)
+
+
+async def test_a_backend_without_replicas_keeps_its_share_waiting_until_one_comes(world: World) -> None:
+    world.put(backend=NEW)
+    world.put_traffic({BACKEND: 0.5, NEW: 0.5})
+    world.chance = 0.9
+    waiting = await world.ask()
+    assert not world.bus.sent
+    world.chance = 0.1
+    served = await world.ask()
+    world.ok(world.take(RequestHead)[1])
+    await served
+    world.put(N0, backend=NEW)
+    world.ok(world.take(RequestHead)[1])
+    await waiting
+
+
+async def test_a_backend_that_was_not_heard_of_yet_keeps_its_share_waiting(world: World) -> None:
+    world.put_traffic({NEW: 1.0})
+    waiting = await world.ask()
+    world.look(0.1)
+    assert not waiting.done()
+    world.put(N0, backend=NEW)
+    world.ok(world.take(RequestHead)[1])
+    await waiting
+
+
+async def test_a_backend_that_is_gone_leaves_its_share_to_the_others(world: World) -> None:
+    world.put(N0, backend=NEW)
+    world.put_traffic({BACKEND: 0.5, NEW: 0.5})
+    held, waiting = await world.ask(), await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.ok(reply)
+    reply = world.take(RequestHead)[1]
+    world.ok(reply)
+    await asyncio.gather(held, waiting)
+    world.drop_backend()
+    for chance in (0.0, 0.9):
+        world.chance = chance
+        task = await world.ask()
+        replica, reply, _, _ = world.take(RequestHead)
+        assert replica == "7"
+        world.ok(reply)
+        await task
+    world.drop_backend(NEW)
+    assert isinstance(await failure(await world.ask()), NoReplicaAvailable)
+
+
+async def test_who_waits_for_a_backend_that_goes_away_is_served_by_another(world: World) -> None:
+    world.put(N0, backend=NEW)
+    world.put_traffic({BACKEND: 0.5, NEW: 0.5})
+    held, waiting = await world.ask(), await world.ask()
+    assert world.take(RequestHead)[0] == "0"
+    world.drop_backend()
+    world.bus.sent = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
+    for _ in range(2):  # the one in flight may run twice
+        replica, reply, _, _ = world.take(RequestHead)
+        assert replica == "7"
+        world.ok(reply)
+    await asyncio.gather(held, waiting)
+
+
+async def test_a_policy_without_any_backend_is_told_at_once(world: World) -> None:
+    held, waiting = await world.ask(), await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.put_traffic({BACKEND: 0.0})
+    assert isinstance(await failure(waiting), NoReplicaAvailable)
+    world.ok(reply)
+    await held
+
+
+async def test_what_cannot_be_applied_is_not_reported_as_applied_and_stops_no_other(
+    world: World, monkeypatch
+) -> None:
+    apply, broken = Router.apply, [True]
+
+    def sometimes(router: Router, snapshot, now):
+        if broken and router.backend_tag == NEW:
+            raise RuntimeError("a defect")
+        return apply(router, snapshot, now)
+
+    monkeypatch.setattr(Router, "apply", sometimes)
+    world.dispatcher.update({}, whole=True)
+    before = world.routes.applied_snapshot_id
+    assert before == world.snapshot_id
+    with pytest.raises(ExceptionGroup):
+        world.put(N0, backend=NEW)
+    world.put_traffic({NEW: 1.0})
+    assert world.routes.applied_snapshot_id == before
+    waiting = await world.ask()
+    broken.clear()
+    assert not world.bus.sent
+    told_again = dict(world.routes._snapshots._snapshots)
+    world.dispatcher.update(told_again, whole=True)
+    assert world.routes.applied_snapshot_id == world.snapshot_id
+    world.ok(world.take(RequestHead)[1])
+    await waiting

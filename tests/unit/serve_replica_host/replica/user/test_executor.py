@@ -1,0 +1,527 @@
+"""A replica's user side: requests become tasks, and each ends in exactly one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from structlog.testing import capture_logs
+
+from serve_common.errors import (
+    BadField,
+    BusUnavailable,
+    DeadlineExceeded,
+    LimitReached,
+    NoReplicaAvailable,
+    NotFound,
+    ReplicaDied,
+    ServeError,
+)
+from serve_common.protocol.frames import RequestHead, RequestKind
+from serve_replica_host.replica.io.flow import BodyReader
+from serve_replica_host.replica.io.request import (
+    UNSENT_BYTES_MAX,
+    Drop,
+    Ended,
+    Failed,
+    IoEvent,
+    Opened,
+    Piece,
+    ReplicaRequest,
+    WholeResponseEvent,
+    Writable,
+)
+from serve_replica_host.replica.io.response_stream import NotAResponse, WholeResponse, to_response
+from serve_replica_host.replica.user.asgi import LazyRequest
+from serve_replica_host.replica.user.code import UserCode
+from serve_replica_host.replica.user.executor import RequestTasks, UserExecutor
+from serve_replica_host.replica.user.threads import PlainThreads
+
+
+class Bench:
+    """A user side with the bus side made of a list."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.outcomes: list[IoEvent] = []
+        self._came = asyncio.Event()
+        self.side = UserExecutor(UserCode(handler, handler, 4), self._put)
+
+    def _put(self, outcome: IoEvent) -> None:
+        self.outcomes.append(outcome)
+        self._came.set()
+
+    async def until(self, count: int) -> list[IoEvent]:
+        async with asyncio.timeout(30):
+            while len(self.outcomes) < count:
+                self._came.clear()
+                await self._came.wait()
+        return self.outcomes
+
+    async def serve(self, exchange: ReplicaRequest) -> IoEvent:
+        self.side.take(exchange)
+        await asyncio.wait_for(self.side.wait_idle(), 30)
+        return self.outcomes[-1]
+
+
+def exchange(body: bytes = b"", **head: Any) -> ReplicaRequest:
+    fields: dict[str, Any] = {
+        "kind": RequestKind.HTTP,
+        "method": "POST",
+        "path": "/shop/a%2Fb",
+        "route": "/shop",
+        "query": "x=1&y=%20",
+        "headers": [(b"content-type", b"application/json"), (b"x-a", "ü".encode("latin-1"))],
+        "timeout_s": 5.0,
+        "body_bytes": len(body),
+        "endpoint_tag": "default/shop",
+        "request_id": "r1",
+    }
+    made = ReplicaRequest(b"_INBOX.1", RequestHead(**(fields | head)), 0.0)
+    made.body = body
+    return made
+
+
+def request_of(body: bytes) -> Request:
+    return LazyRequest(exchange().head, BodyReader(body))
+
+
+async def test_a_request_looks_as_starlette_and_asgi_define_it() -> None:
+    request = request_of(b'{"a": 1}')
+
+    assert (request.method, request.scope["path"], request.scope["root_path"]) == (
+        "POST",
+        "/shop/a/b",
+        "/shop",
+    )
+    assert request.scope["raw_path"] == b"/shop/a%2Fb"
+    assert dict(request.query_params) == {"x": "1", "y": " "}
+    assert request.headers["x-a"] == "ü"
+    assert await request.json() == {"a": 1}
+    assert await request.body() == b'{"a": 1}'
+
+
+async def test_a_body_can_be_read_as_a_stream() -> None:
+    request = request_of(b"abc")
+
+    assert b"".join([piece async for piece in request.stream()]) == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("result", "content_type", "body"),
+    [
+        ("hi", "text/plain; charset=utf-8", b"hi"),
+        (b"\x00", "text/plain", b"\x00"),
+        ({"a": [1, None]}, "application/json", b'{"a":[1,null]}'),
+        (None, "application/json", b"null"),
+        (1.5, "application/json", b"1.5"),
+    ],
+)
+def test_plain_values_become_answers_as_in_ray_serve(result: Any, content_type: str, body: bytes) -> None:
+    answer = to_response(result)
+
+    assert answer == WholeResponse(200, [(b"content-type", content_type.encode())], body)
+
+
+def test_numpy_values_are_json_and_other_objects_are_refused_by_name() -> None:
+    numpy = pytest.importorskip("numpy")
+    answer = to_response({"p": numpy.array([1.5, 2.0]), "n": numpy.int64(3)})
+
+    assert isinstance(answer, WholeResponse)
+    assert msgspec.json.decode(answer.body) == {"p": [1.5, 2.0], "n": 3}
+    with pytest.raises(NotAResponse, match="holds a LazyRequest"):
+        to_response([request_of(b"")])
+
+
+async def test_a_response_keeps_its_status_and_headers() -> None:
+    async def handler(request: Request) -> Response:
+        return JSONResponse({"a": 1}, 201, headers={"X-B": "c"})
+
+    outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, WholeResponseEvent)
+    assert (outcome.status, outcome.body) == (201, b'{"a":1}')
+    assert (b"x-b", b"c") in outcome.headers
+
+
+async def test_an_exception_is_one_line_for_the_caller_and_a_traceback_in_the_log() -> None:
+    def handler(request: Request) -> None:
+        raise ValueError("no such digit")
+
+    with capture_logs() as logs:
+        outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, Failed)
+    assert (outcome.error_code, outcome.status) == ("user_code_raised", 500)
+    assert outcome.message == "ValueError: no such digit"
+    assert logs[0]["request_id"] == "r1"
+    assert "in handler" in logs[0]["traceback"]
+
+
+class Odd(BaseException):
+    """No exception that anybody catches."""
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("own"), GeneratorExit(), Odd("why")]
+)
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_code_that_exits_or_cancels_itself_is_an_error_of_its_own(
+    error: BaseException, *, is_async: bool
+) -> None:
+    async def waiting(request: Request) -> None:
+        raise error
+
+    def plain(request: Request) -> None:
+        raise error
+
+    with capture_logs() as logs:
+        outcome = await Bench(waiting if is_async else plain).serve(exchange())
+
+    assert isinstance(outcome, Failed)
+    assert (outcome.error_code, outcome.status) == ("user_code_raised", 500)
+    assert type(error).__name__ in outcome.message
+    assert logs[0]["event"] == "user_code_raised"
+
+
+async def test_an_http_exception_is_its_status() -> None:
+    async def handler(request: Request) -> None:
+        raise HTTPException(404, "nothing here", {"X-Why": "so"})
+
+    outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, WholeResponseEvent)
+    assert (outcome.status, outcome.body) == (404, b"nothing here")
+    assert (b"x-why", b"so") in outcome.headers
+
+
+async def raised_by(error: Exception, **head: Any) -> tuple[str, int]:
+    async def handler(request: Any) -> None:
+        raise error
+
+    with capture_logs():
+        outcome = await Bench(handler).serve(exchange(**head))
+    assert isinstance(outcome, Failed)
+    return outcome.error_code, outcome.status
+
+
+def of_call(error: ServeError) -> ServeError:
+    error.is_of_call = True
+    return error
+
+
+@pytest.mark.parametrize("kind", [RequestKind.HTTP, RequestKind.CALL])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (of_call(DeadlineExceeded("late")), ("deadline_exceeded", 504)),
+        (of_call(NoReplicaAvailable("full")), ("no_replica_available", 503)),
+        (of_call(LimitReached("much")), ("limit_reached", 429)),
+        (of_call(ReplicaDied("gone")), ("replica_died", 502)),
+        (of_call(BusUnavailable("away")), ("bus_unavailable", 503)),
+        (of_call(NotFound("no deployment")), ("user_code_raised", 500)),
+        (of_call(BadField("arguments", "odd")), ("bad_field", 400)),
+        (DeadlineExceeded("of the code's own"), ("user_code_raised", 500)),
+    ],
+)
+async def test_what_a_call_by_handle_ended_with_keeps_its_status_and_what_code_raises_does_not(
+    kind: RequestKind, error: ServeError, told: tuple[str, int]
+) -> None:
+    assert await raised_by(error, kind=kind) == told
+
+
+async def test_a_stream_waits_while_the_network_is_slower() -> None:
+    sent = 0
+
+    async def handler(request: Request) -> StreamingResponse:
+        async def pieces() -> Any:
+            nonlocal sent
+            for _ in range(5):
+                sent += 1
+                yield b"x" * (UNSENT_BYTES_MAX // 2 + 1)
+
+        return StreamingResponse(pieces())
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    outcomes = await bench.until(1)
+    while request.writable is None:  # noqa: ASYNC110 - what waits there says so to nobody else
+        await asyncio.sleep(0)
+    assert isinstance(outcomes[0], Opened)
+    assert sent == 2
+    assert request.pieces is not None
+    data = b""
+    while request.pieces or not isinstance(bench.outcomes[-1], Ended):
+        request.is_notified = False
+        while request.pieces:
+            data += request.pieces.popleft()
+        request.sent_bytes = len(data)
+        if request.writable is not None:
+            bench.side.take(Writable(request))
+        await asyncio.sleep(0)
+
+    assert len(data) == 5 * (UNSENT_BYTES_MAX // 2 + 1)
+    assert bench.outcomes[-2] == Piece(request, b"", last=True)
+
+
+async def test_work_after_the_answer_is_waited_for_by_a_drain() -> None:
+    go = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        return Response(b"ok", background=BackgroundTask(go.wait))
+
+    bench = Bench(handler)
+    bench.side.take(exchange())
+    outcomes = await bench.until(1)
+    assert isinstance(outcomes[0], WholeResponseEvent)
+    assert outcomes[0].body == b"ok"
+    assert not bench.side._idle.is_set()
+    go.set()
+    await asyncio.wait_for(bench.side.wait_idle(), 30)
+
+
+async def test_a_dropped_request_is_cancelled_and_ends() -> None:
+    entered = asyncio.Event()
+
+    async def handler(request: Request) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    await entered.wait()
+    request.is_dropped = True
+    bench.side.take(Drop(request))
+
+    assert await bench.until(1) == [Ended(request)]
+    await bench.side.wait_idle()
+
+
+async def test_a_request_dropped_before_it_began_never_runs_and_still_ends() -> None:
+    async def handler(request: Request) -> None:
+        raise AssertionError("must not run")
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    request.is_dropped = True
+    bench.side.take(Drop(request))
+    await asyncio.wait_for(bench.side.wait_idle(), 30)
+    await asyncio.sleep(0)
+
+    assert bench.outcomes == [Ended(request)]
+
+
+async def test_code_that_listens_for_the_caller_hears_that_it_is_gone() -> None:
+    heard: list[str] = []
+    listening = asyncio.Event()
+
+    async def handler(request: Request) -> None:
+        await request.body()
+        listening.set()
+        try:
+            heard.append((await request.receive())["type"])
+        except asyncio.CancelledError:
+            heard.append("cancelled")
+            raise
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    await listening.wait()
+    await asyncio.sleep(0)
+    request.is_dropped = True
+    bench.side.take(Drop(request))
+    await asyncio.wait_for(bench.side.wait_idle(), 30)
+
+    assert heard in (["http.disconnect"], ["cancelled"])
+
+
+async def test_a_plain_call_takes_json_and_bad_json_is_the_callers_fault() -> None:
+    async def handler(argument: Any) -> Any:
+        return {"got": argument}
+
+    bench = Bench(handler)
+
+    good = await bench.serve(exchange(b"[1]", kind=RequestKind.CALL))
+    empty = await bench.serve(exchange(b"", kind=RequestKind.CALL))
+    bad = await bench.serve(exchange(b"{", kind=RequestKind.CALL))
+
+    assert isinstance(good, WholeResponseEvent)
+    assert good.body == b'{"got":[1]}'
+    assert isinstance(empty, WholeResponseEvent)
+    assert empty.body == b'{"got":null}'
+    assert isinstance(bad, Failed)
+    assert bad.status == 400
+
+
+async def test_generators_are_streamed() -> None:
+    def handler(request: Request) -> Any:
+        yield "a"
+        yield "b"
+
+    bench, request = Bench(handler), exchange()
+    await bench.serve(request)
+
+    assert isinstance(bench.outcomes[0], Opened)
+    assert b"".join(request.pieces or ()) == b"ab"
+    assert bench.outcomes[-2] == Piece(request, b"", last=True)
+
+
+# Threads for plain functions, and tasks that begin at once.
+
+
+variable: ContextVar[str] = ContextVar("variable", default="")
+
+
+async def test_a_call_has_its_callers_context_and_returns_or_raises_what_the_function_does() -> None:
+    threads = PlainThreads(2)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return variable.get(), args, kwargs, threading.current_thread() is threading.main_thread()
+
+    def stops() -> None:
+        raise StopIteration("early")
+
+    variable.set("mine")
+    assert await threads.run(told, 1, b=2) == ("mine", (1,), {"b": 2}, False)
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="early"):
+        await threads.run(stops)
+    threads.close()
+
+
+async def test_no_more_threads_run_than_are_allowed_and_the_rest_waits() -> None:
+    threads = PlainThreads(2)
+    at_once, most = 0, 0
+    lock = threading.Lock()
+    together = threading.Barrier(2, timeout=30)
+
+    def work() -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        together.wait()
+        with lock:
+            at_once -= 1
+
+    await asyncio.wait_for(asyncio.gather(*(threads.run(work) for _ in range(10))), 40)
+
+    assert most == 2
+    threads.close()
+
+
+async def test_a_cancelled_call_ends_when_its_function_does_however_often_it_is_cancelled() -> None:
+    threads = PlainThreads(1)
+    entered, released = threading.Event(), threading.Event()
+
+    def blocks() -> None:
+        entered.set()
+        released.wait(40)
+
+    async with asyncio.TaskGroup() as group:
+        call = group.create_task(threads.run(blocks))
+        await asyncio.to_thread(entered.wait, 30)
+        for _ in range(3):
+            call.cancel()
+            await asyncio.sleep(0)
+        assert not call.done()
+        released.set()
+    assert call.cancelled()
+    assert await threads.run(lambda: "next") == "next"
+    threads.close()
+
+
+async def test_a_closed_pool_takes_nothing_and_its_threads_end() -> None:
+    threads = PlainThreads(1)
+    thread = await threads.run(threading.current_thread)
+
+    threads.close()
+
+    await asyncio.to_thread(thread.join, 30)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="has stopped"):
+        await threads.run(print)
+
+
+async def in_a_callback(call: Any) -> Any:
+    """What ``call`` returns outside of any task, as in the mailbox."""
+    loop = asyncio.get_running_loop()
+    result = loop.create_future()
+    loop.call_soon(lambda: result.set_result(call()))
+    return await result
+
+
+async def test_a_task_begins_at_once_and_one_that_never_waits_is_done_at_once() -> None:
+    tasks = RequestTasks()
+    seen: list[Any] = []
+
+    async def quick() -> None:
+        current = asyncio.current_task()
+        variable.set("inside")
+        seen.append(current is not None and current.get_name())
+        async with asyncio.timeout(1):  # noqa: ASYNC100 - that it works without a turn of the loop is the point
+            seen.append(variable.get())
+
+    assert await in_a_callback(lambda: (tasks.start(quick()), list(seen))) == (None, ["request", "inside"])
+    assert variable.get() == ""
+
+
+async def test_a_task_that_waits_goes_on_and_can_be_cancelled() -> None:
+    tasks = RequestTasks()
+    go = asyncio.Event()
+    seen: list[str] = []
+
+    async def waits() -> None:
+        try:
+            seen.append("begun")
+            await go.wait()
+            seen.append("gone on")
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    task, begun = await in_a_callback(lambda: (tasks.start(waits()), list(seen)))
+    assert begun == ["begun"]
+    go.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await tasks.close(1)
+
+    assert task.cancelled()
+    assert seen == ["begun", "gone on", "cancelled"]
+
+
+async def test_a_task_that_is_started_by_a_task_begins_at_the_next_turn() -> None:
+    tasks = RequestTasks()
+    seen: list[str] = []
+
+    async def quick() -> None:
+        seen.append("ran")
+
+    task = tasks.start(quick())
+    assert seen == []
+    assert task is not None
+    await task
+    assert seen == ["ran"]
+
+
+async def test_a_task_that_dies_is_reported() -> None:
+    tasks = RequestTasks()
+
+    async def dies() -> None:
+        raise ValueError("bug")
+
+    with capture_logs() as logs:
+        await in_a_callback(lambda: tasks.start(dies()))
+
+    assert [line["event"] for line in logs] == ["task_failed"]

@@ -1,0 +1,510 @@
+"""WebSockets inside a replica: accept, refuse, messages both ways under credit, and every way to end one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from structlog.testing import capture_logs
+
+from serve_common.protocol.frames import (
+    FRAME_BODY_BYTES_MAX,
+    WINDOW_MESSAGES,
+    CancelHead,
+    CloseHead,
+    CreditHead,
+    ErrorHead,
+    Headers,
+    MessageHead,
+    ProbeHead,
+    RequestKind,
+    ResponseHead,
+)
+from serve_replica_host.replica.io import slots as quiet_sockets
+from serve_replica_host.replica.user import asgi as sockets
+from tests.support.replica_rig import Request, Rig
+from tests.support.waiting import eventually
+
+
+def rig_of(endpoint: Any) -> Rig:
+    return Rig(application=Starlette(routes=[WebSocketRoute("/ws", endpoint)]))
+
+
+async def connect(rig: Rig, headers: Headers | None = None, *, gives_credit: bool = True) -> Request:
+    request = rig.begin(
+        "/app/ws", kind=RequestKind.WEBSOCKET, method="GET", headers=headers, gives_credit=gives_credit
+    )
+    head, _ = await request.frame()
+    assert isinstance(head, ResponseHead)
+    assert head.status == 101
+    return request
+
+
+async def echo(socket: WebSocket) -> None:
+    await socket.accept()
+    while True:
+        message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            return
+        if message.get("text") is not None:
+            await socket.send_text(message["text"])
+        else:
+            await socket.send_bytes(message["bytes"])
+
+
+async def test_text_and_bytes_go_both_ways_and_the_clients_close_frees_the_slot() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+
+    request.send(MessageHead(1, True, True), "grüße".encode())
+    request.send(MessageHead(2, False, True), b"\xff\x00")
+    request.send(MessageHead(3, True, True), b"")
+    frames = [await request.frame() for _ in range(3)]
+    request.send(CloseHead(1001, "away"))
+    await rig.idle()
+
+    assert frames == [
+        (MessageHead(1, True, True), "grüße".encode()),
+        (MessageHead(2, False, True), b"\xff\x00"),
+        (MessageHead(3, True, True), b""),
+    ]
+    assert request.is_silent
+    assert rig.metrics.answered == [101]
+
+
+async def test_the_scope_names_subprotocols_and_the_accept_chooses_one() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        seen.append(dict(socket.scope))
+        await socket.accept("b", headers=[(b"X-Own", b"1")])
+        await socket.close(3000, "bye")
+
+    rig = rig_of(endpoint)
+    request = rig.begin(
+        "/app/ws",
+        kind=RequestKind.WEBSOCKET,
+        method="GET",
+        headers=[(b"sec-websocket-protocol", b"a, b"), (b"sec-websocket-protocol", b"c")],
+    )
+
+    accepted, _ = await request.frame()
+    closed, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(accepted, ResponseHead)
+    assert accepted.headers == [(b"x-own", b"1"), (b"sec-websocket-protocol", b"b")]
+    assert closed == CloseHead(3000, "bye")
+    assert seen[0]["subprotocols"] == ["a", "b", "c"]
+    assert (seen[0]["type"], seen[0]["scheme"], seen[0]["root_path"]) == ("websocket", "ws", "/app")
+
+
+async def test_a_close_before_the_accept_is_a_403_and_an_unknown_path_too() -> None:
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.close()
+
+    rig = rig_of(endpoint)
+    for path in ("/app/ws", "/app/other"):
+        answer = await rig.begin(path, kind=RequestKind.WEBSOCKET, method="GET").answer()
+        assert (answer.status, answer.body) == (403, b"")
+    await rig.idle()
+
+
+async def test_an_application_may_refuse_with_an_answer_of_its_own() -> None:
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.send_denial_response(JSONResponse({"why": "no"}, 401))
+
+    rig = rig_of(endpoint)
+    answer = await rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET").answer()
+    await rig.idle()
+
+    assert (answer.status, answer.body) == (401, b'{"why":"no"}')
+
+
+async def test_code_that_is_no_application_takes_no_websockets() -> None:
+    async def handler(request: Any) -> str:
+        return "ok"
+
+    rig = Rig(handler)
+    answer = await rig.begin(kind=RequestKind.WEBSOCKET, method="GET").answer()
+
+    assert answer.status == 403
+    assert b"takes no WebSockets" in answer.body
+
+
+async def test_a_client_that_is_gone_is_a_disconnect_with_1006_after_what_it_had_said() -> None:
+    told: list[Any] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            while True:
+                told.append(await socket.receive_text())
+        except WebSocketDisconnect as end:
+            told.append(end.code)
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(MessageHead(1, True, True), b"last word")
+    request.send(CancelHead())
+    await rig.idle()
+
+    assert told == ["last word", 1006]
+
+
+async def test_writing_to_a_client_that_is_gone_raises_and_nothing_is_logged() -> None:
+    raised: list[str] = []
+    gone = asyncio.Event()
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        await gone.wait()
+        try:
+            await socket.send_text("too late")
+        except WebSocketDisconnect as error:
+            raised.append(type(error).__name__)
+            raise
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    with capture_logs() as logs:
+        request.send(CloseHead(1000, ""))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gone.set()
+        await rig.idle()
+
+    assert raised == ["WebSocketDisconnect"]
+    assert logs == []
+
+
+async def test_an_application_that_does_not_hear_the_end_is_ended_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_replica_host.replica.user.executor.LEAVE_S", 0.01)
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        await asyncio.Event().wait()
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(CloseHead(1000, ""))
+
+    await rig.idle()
+
+    assert rig.bus_side.in_flight == 0
+
+
+async def test_an_application_that_raises_closes_with_1011_or_answers_500_before_the_accept() -> None:
+    async def late(socket: WebSocket) -> None:
+        await socket.accept()
+        raise ValueError("no such digit")
+
+    async def early(socket: WebSocket) -> None:
+        raise ValueError("no such digit")
+
+    async def returns(socket: WebSocket) -> None:
+        await socket.accept()
+
+    with capture_logs() as logs:
+        request = await connect(rig_of(late))
+        assert await request.frame() == (CloseHead(1011, ""), b"")
+        answer = await rig_of(early).begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET").answer()
+    assert answer.status == 500
+    assert [line["event"] for line in logs] == ["user_code_raised"] * 2
+    request = await connect(rig_of(returns))
+    assert await request.frame() == (CloseHead(1000, ""), b"")
+
+
+async def test_large_messages_are_cut_and_put_together_again() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    content = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * 5
+
+    for at in range(5):
+        piece = content[at * FRAME_BODY_BYTES_MAX :][:FRAME_BODY_BYTES_MAX]
+        request.send(MessageHead(at + 1, False, at == 4), piece)
+    frames = [await request.frame() for _ in range(5)]
+    request.send(CloseHead(1000, ""))
+    await rig.idle()
+
+    assert b"".join(body for _, body in frames) == content
+    assert [head.last for head, _ in frames if isinstance(head, MessageHead)] == [False] * 4 + [True]
+
+
+async def test_a_message_beyond_the_limit_closes_with_1009(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MESSAGE_BYTES_MAX", 100)
+    codes: list[int] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            await socket.receive_bytes()
+        except WebSocketDisconnect as end:
+            codes.append(end.code)
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(MessageHead(1, False, False), b"x" * 60)
+    request.send(MessageHead(2, False, False), b"x" * 60)
+
+    closed, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(closed, CloseHead)
+    assert closed.code == 1009
+    assert codes == [1009]
+
+
+async def test_text_that_is_not_utf_8_closes_with_1007() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    request.send(MessageHead(1, True, True), b"\xff")
+
+    closed, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(closed, CloseHead)
+    assert closed.code == 1007
+
+
+async def test_an_application_that_talks_waits_for_the_clients_credit_and_one_that_listens_gives_it() -> None:
+    said = 0
+
+    async def endpoint(socket: WebSocket) -> None:
+        nonlocal said
+        await socket.accept()
+        for _ in range(WINDOW_MESSAGES * 2):
+            await socket.send_bytes(b"x" * 60_000)
+            said += 1
+        for _ in range(WINDOW_MESSAGES):
+            await socket.receive_bytes()
+        await socket.close()
+
+    rig = rig_of(endpoint)
+    request = await connect(rig, gives_credit=False)
+    for _ in range(WINDOW_MESSAGES):
+        await request.frame()
+    await eventually(lambda: said >= WINDOW_MESSAGES)
+    await asyncio.sleep(0.02)
+    assert request.is_silent
+    assert WINDOW_MESSAGES <= said < WINDOW_MESSAGES * 2
+    request.allow(WINDOW_MESSAGES)
+    for _ in range(WINDOW_MESSAGES):
+        await request.frame()
+    had = request.credit
+    for sequence in range(1, WINDOW_MESSAGES + 1):
+        request.send(MessageHead(sequence, False, True), b"y")
+
+    closed, _ = await request.frame()
+
+    assert closed == CloseHead(1000, "")
+    assert request.credit == had + WINDOW_MESSAGES
+    await rig.idle()
+
+
+async def test_a_lost_message_ends_the_socket_with_an_error() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    request.send(MessageHead(2, True, True), b"b")
+
+    error, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(error, ErrorHead)
+    assert "lost" in error.message
+
+
+async def test_the_deadline_does_not_end_an_open_socket_and_credit_for_nothing_does_no_harm() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    exchange = next(iter(rig.bus_side._exchanges.values()))
+    exchange.deadline = 0.0
+    rig.bus_side.sweep()
+    request.send(CreditHead(5))
+    request.send(MessageHead(1, True, True), b"still here")
+
+    assert await request.frame() == (MessageHead(1, True, True), b"still here")
+    request.send(CloseHead(1000, ""))
+    await rig.idle()
+
+
+started_at = 1_000_000.0
+"""Of the drains, by the replica's clock."""
+
+
+def drain_for(rig: Rig, monkeypatch: pytest.MonkeyPatch, *times_s: float) -> None:
+    """Let the drain look at its sockets at these times."""
+    for time_s in times_s:
+        monkeypatch.setattr(rig.bus_side, "_now", lambda time_s=time_s: started_at + time_s)
+        rig.bus_side.sweep()
+
+
+def a_drain(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.bus_side, "_now", lambda: started_at)
+    for exchange in rig.bus_side._exchanges.values():
+        exchange.last_seen_at = started_at
+        exchange.deadline = started_at + 60
+    rig.bus_side.start_drain()
+    rig.bus_side.sweep()
+
+
+async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both_ends_hear_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        told.append(await socket.receive())
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    a_drain(rig, monkeypatch)
+
+    drain_for(rig, monkeypatch, 0.9)
+    assert request.is_silent
+    drain_for(rig, monkeypatch, quiet_sockets.IDLE_S)
+
+    assert await request.frame() == (CloseHead(1012, "the replica is being replaced"), b"")
+    await rig.idle()
+    assert told == [{"type": "websocket.disconnect", "code": 1012, "reason": "the replica is being replaced"}]
+    assert rig.metrics.answered == [101]
+
+
+async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_that_are_not_open_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    says = asyncio.Event()
+
+    async def endpoint(socket: WebSocket) -> None:
+        if socket.query_params.get("waits"):
+            await socket.receive()
+            await asyncio.Event().wait()
+        await socket.accept()
+        if socket.query_params.get("listens"):
+            while True:
+                await socket.receive_text()
+        while True:
+            await says.wait()
+            says.clear()
+            await socket.send_text("tick")
+
+    rig = rig_of(endpoint)
+    requests = [
+        rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET", query=query)
+        for query in ("", "listens=1", "waits=1")
+    ]
+    talks, listens, waits = requests
+    for request in (talks, listens):
+        assert isinstance((await request.frame())[0], ResponseHead)
+    a_drain(rig, monkeypatch)
+
+    for second in range(1, 4):
+        says.set()
+        assert await talks.frame() == (MessageHead(second, True, True), b"tick")
+        listens.send(MessageHead(second, True, True), b"tock")
+        drain_for(rig, monkeypatch, second * 0.9)
+    assert all(request.is_silent for request in requests)
+
+    drain_for(rig, monkeypatch, 10.0)
+    closed = CloseHead(1012, "the replica is being replaced")
+    assert await talks.frame() == (closed, b"")
+    assert listens.is_silent  # its client spoke last, and may wait for an answer
+    assert waits.is_silent
+    for request in requests:
+        request.send(CancelHead())
+    await rig.user_executor.close()
+    await rig.idle()
+
+
+async def test_a_socket_whose_client_waits_for_an_answer_is_not_quiet_until_it_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_thought = asyncio.Event()
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        while True:
+            question = await socket.receive_text()
+            await has_thought.wait()
+            await socket.send_text(question + "!")
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(MessageHead(1, True, True), b"well")
+    a_drain(rig, monkeypatch)
+    drain_for(rig, monkeypatch, 1.5, 3.0, 10.0)
+    assert request.is_silent
+
+    has_thought.set()
+    assert await request.frame() == (MessageHead(1, True, True), b"well!")
+    drain_for(rig, monkeypatch, 11.0, 11.9)
+    assert request.is_silent
+    drain_for(rig, monkeypatch, 12.1)
+    assert await request.frame() == (CloseHead(1012, "the replica is being replaced"), b"")
+    await rig.idle()
+
+
+async def test_a_socket_whose_client_has_not_taken_all_yet_is_not_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        for _ in range(WINDOW_MESSAGES + 1):
+            await socket.send_text("x")
+        await socket.receive()
+
+    rig = rig_of(endpoint)
+    request = await connect(rig, gives_credit=False)
+    for _ in range(WINDOW_MESSAGES):
+        await request.frame()
+    a_drain(rig, monkeypatch)
+
+    drain_for(rig, monkeypatch, 2.0, 4.0)
+    assert request.is_silent
+    request.allow(WINDOW_MESSAGES)
+    assert await request.frame() == (MessageHead(WINDOW_MESSAGES + 1, True, True), b"x")
+    drain_for(rig, monkeypatch, 4.1, 5.2)
+
+    assert isinstance((await request.frame())[0], CloseHead)
+    await rig.idle()
+
+
+async def test_a_drain_that_is_cut_off_from_nats_closes_no_socket_until_it_is_back_for_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    a_drain(rig, monkeypatch)
+    rig.bus_side.bus_lost()
+    drain_for(rig, monkeypatch, 2.0, 4.0)
+    rig.bus_side.bus_joined()
+    drain_for(rig, monkeypatch, 4.1, 5.0)
+    assert request.is_silent
+
+    drain_for(rig, monkeypatch, 5.2)
+
+    assert isinstance((await request.frame())[0], CloseHead)
+    await rig.idle()
+
+
+async def test_a_router_that_missed_the_close_of_a_drain_is_told_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    a_drain(rig, monkeypatch)
+    drain_for(rig, monkeypatch, 1.0)
+    closed = await request.frame()
+    request.send(ProbeHead())
+    assert await request.frame() == closed
+    await rig.idle()
+    request.send(ProbeHead())
+    assert await request.frame() == closed
