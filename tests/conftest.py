@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio.selector_events
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -27,6 +29,7 @@ _BYTECODE = pytest.StashKey[str]()
 def pytest_configure(config: pytest.Config) -> None:
     """Make Ctrl-C work, and Python quick to start, in the processes that tests start."""
     _let_ctrl_c_work()
+    _watch_closing_loops()
     _keep_bytecode(config)
     _show_tracebacks_plainly()
 
@@ -108,3 +111,34 @@ def _show_tracebacks_plainly() -> None:
     That takes a second and more of a busy loop, in which a leader loses its lease and a request its deadline.
     """
     structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+
+
+_left_open: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test whose event loop was closed while it had connections.
+
+    Their sockets are left to the garbage collector, which complains in the middle of a later test.
+    """
+    result = yield
+    if _left_open:
+        connections = ", ".join(_left_open)
+        _left_open.clear()
+        pytest.fail(f"{item.nodeid}: open when the event loop closed: {connections}", pytrace=False)
+    return result
+
+
+def _watch_closing_loops() -> None:
+    class_: Any = asyncio.selector_events.BaseSelectorEventLoop
+    close = class_.close
+
+    def check_and_close(self: Any) -> None:
+        if not self.is_closed():
+            for transport in list(self._transports.values()):
+                if transport._sock is not None:
+                    _left_open.append(f"{transport!r} to {transport.get_extra_info('peername')}")
+        close(self)
+
+    class_.close = check_and_close
