@@ -29,8 +29,7 @@ from serve_common.nats.options import (
     OutboundFull,
     PayloadTooLarge,
 )
-from serve_common.nats.protocol import encode_headers, parse_headers
-from serve_common.nats.subscriptions import MessageCallback
+from serve_common.nats.protocol import MessageCallback, encode_headers, parse_headers
 from tests.support.servers.reserved_port import HeldPort
 from tests.support.waiting import eventually
 

@@ -23,7 +23,7 @@ from serve_common.names import GoalId
 from serve_common.nats.client import close_nats, join_log_sink
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import BusOptions
-from serve_common.protocol.logs import LogFilter, ReplayRecentLogs
+from serve_common.protocol.reports import LogFilter, ReplayRecentLogs
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink

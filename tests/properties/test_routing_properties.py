@@ -21,9 +21,8 @@ from hypothesis.stateful import (
 from serve_common.config.backend import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
-from serve_common.routing.queues import RequestKey
+from serve_common.routing.queues import Dispatch, Queued, QueueFull, Refusal, RequestKey, SendTo
 from serve_common.routing.replica_choice import Affinity, ReplicaSlots, choose_by_hash, score, stable_hash
-from serve_common.routing.request_events import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.route_table import TrafficSplit
 from serve_common.routing.router import Router
 

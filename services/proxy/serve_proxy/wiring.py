@@ -11,12 +11,11 @@ from typing import Final, final
 import structlog
 from prometheus_client import CollectorRegistry
 
-from serve_common.dispatch.dispatcher import Dispatcher
-from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
 from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.dispatch.timers import RequestTimers
+from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import BusUnavailable
 from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.login import build_login, declare_identity

@@ -23,7 +23,7 @@ from muster.client.address import StackAddress
 from muster.client.requests import Feed, FeedMessage
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
-from serve_common.protocol.logs import (
+from serve_common.protocol.reports import (
     KINDS,
     LEVELS,
     REPLAY_LINES_MAX,

@@ -23,8 +23,7 @@ from serve_common.protocol.frames import (
     RequestKind,
     split_body,
 )
-from serve_common.routing.queues import RequestKey
-from serve_common.routing.request_events import Dispatch, Refusal
+from serve_common.routing.queues import Dispatch, Refusal, RequestKey
 from serve_common.routing.router import Router
 from serve_common.telemetry.request_traces import RequestObserver
 

@@ -11,10 +11,9 @@ import structlog
 from serve_common.dispatch.admission import DEATHS_MAX, FailureDetector, may_send_again
 from serve_common.dispatch.calls import Call, CallRegistry
 from serve_common.dispatch.errors import LostTwice
-from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import BusUnavailable, ReplicaDied
-from serve_common.routing.queues import RequestKey
-from serve_common.routing.request_events import Refusal
+from serve_common.routing.queues import Refusal, RequestKey
 from serve_common.routing.router import Router
 
 _log = structlog.get_logger(__name__)

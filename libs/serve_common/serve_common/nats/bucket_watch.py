@@ -27,9 +27,8 @@ from serve_common.errors import BusUnavailable
 from serve_common.nats.client import close_nats, connect_nats
 from serve_common.nats.options import Login
 from serve_common.ports import SnapshotListener
-from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.snapshots import Snapshot
-from serve_common.protocol.subjects import Subjects
+from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RefusedMessages

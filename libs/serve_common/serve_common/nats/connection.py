@@ -15,8 +15,14 @@ from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.nats.dialing import BufferingLinkOwner, Dialer, Handover
 from serve_common.nats.link import Link
 from serve_common.nats.options import BusOptions, InboxFull, Login, NotConnected, reconnect_wait_s
-from serve_common.nats.protocol import ServerError, check_subject, is_no_responders
-from serve_common.nats.subscriptions import MessageCallback, Subscription, Subscriptions
+from serve_common.nats.protocol import (
+    MessageCallback,
+    ServerError,
+    Subscription,
+    Subscriptions,
+    check_subject,
+    is_no_responders,
+)
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 
@@ -60,7 +66,6 @@ class BusConnection:
         """Reads in place of the loop, where links can be shared."""
         self.reconnects = 0
         """How often the connection was re-established."""
-        """How many callbacks and listeners raised; each is a bug in that callback."""
         self.permission_violations = 0
         """How many publishes and subscriptions the server refused."""
         self._options = options

@@ -19,11 +19,11 @@ from serve_common.nats.protocol import (
     Greeting,
     Message,
     ServerError,
+    Subscription,
     encode_connect,
     encode_sub,
     encode_unsub,
 )
-from serve_common.nats.subscriptions import Subscription
 from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)

@@ -28,7 +28,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from serve_common.protocol.decoding import UNREADABLE, Count, Seconds
+from serve_common.protocol.subjects import UNREADABLE, Count, Seconds
 
 FRAME_BODY_BYTES_MAX: Final = 128 * 1024
 """Largest body of one frame. Measured: at 512 KiB a byte costs NATS and both ends twice the CPU, for frames larger

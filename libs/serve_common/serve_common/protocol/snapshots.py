@@ -14,7 +14,7 @@ from msgspec import Meta
 from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.protocol.decoding import Amount, Count
+from serve_common.protocol.subjects import Amount, Count
 
 _REPLICAS_MAX = 100_000
 _BACKENDS_MAX = 10_000

@@ -1,10 +1,13 @@
-"""Queues of requests that wait for a slot: a simple one, one with three tiers, and total queueing time."""
+"""Requests in a router: the queues in which they wait for a slot, and what the router returns about each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from heapq import heapify, heappop, heappush
-from typing import NewType, final
+from typing import NamedTuple, NewType, final
+
+from serve_common.names import ReplicaTag
 
 Clock = Callable[[], float]
 """Reads a monotonic clock, in seconds."""
@@ -197,3 +200,55 @@ class TieredQueue:
         if self._counts_shadows and self._shadows:
             waiting += len(self._shadows)
         self._seconds.note(self._now(), waiting)
+
+
+@final
+class SendTo(NamedTuple):
+    """The request got a slot of ``replica``; the caller must send it there now."""
+
+    replica: ReplicaTag
+
+
+@final
+class Queued(NamedTuple):
+    """The request waits; a later call returns it as a `Dispatch` or as expired."""
+
+
+@final
+class QueueFull(NamedTuple):
+    """The request was refused: ``limit`` requests wait already."""
+
+    limit: int
+
+
+class Dispatch(NamedTuple):
+    """A request that waited got a slot of ``replica``; the caller must send it there now."""
+
+    request: RequestKey
+    replica: ReplicaTag
+
+
+class Applied(NamedTuple):
+    """Result of a snapshot. ``lost`` were in flight on replicas that are gone; the router has forgotten them."""
+
+    dispatches: Sequence[Dispatch]
+    lost: Sequence[RequestKey]
+    died: frozenset[RequestKey] = frozenset()
+    """Those of ``lost`` whose replica was not draining: it died."""
+    are_others_left: bool = False
+    """Replicas that were healthy before still exist."""
+
+
+class Dropped(NamedTuple):
+    """All requests of a router, which has forgotten them."""
+
+    waiting: Sequence[RequestKey]
+    lost: Sequence[RequestKey]
+
+
+class Refusal(Enum):
+    """Why a replica did not start a request that was sent to it."""
+
+    BUSY = "busy"
+    DRAINING = "draining"
+    NO_RESPONDERS = "no_responders"

@@ -12,8 +12,7 @@ import msgspec
 
 from serve_common.config.backend import ReplicaPolicyName
 from serve_common.names import ReplicaTag
-from serve_common.routing.queues import RequestKey
-from serve_common.routing.request_events import SendTo
+from serve_common.routing.queues import RequestKey, SendTo
 
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 _MIX_1: Final = 0xBF58_476D_1CE4_E5B9

@@ -16,7 +16,18 @@ from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
 from serve_common.routing.circuit import Circuit, RetryBudget, WakeSignal
-from serve_common.routing.queues import Clock, RequestKey, TieredQueue
+from serve_common.routing.queues import (
+    Applied,
+    Clock,
+    Dispatch,
+    Dropped,
+    Queued,
+    QueueFull,
+    Refusal,
+    RequestKey,
+    SendTo,
+    TieredQueue,
+)
 from serve_common.routing.replica_choice import (
     Affinity,
     Block,
@@ -27,7 +38,6 @@ from serve_common.routing.replica_choice import (
     choose_by_affinity,
 )
 from serve_common.routing.replica_pool import ReplicaPool
-from serve_common.routing.request_events import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()

@@ -18,9 +18,8 @@ from serve_common.names import check_name
 from serve_common.nats.connection import BusConnection
 from serve_common.pacing import TokenBucket
 from serve_common.ports import Clock
-from serve_common.protocol.decoding import UNREADABLE
-from serve_common.protocol.logs import REPLAY_LINES_MAX, ReplayRecentLogs, get_kind, read_line
-from serve_common.protocol.subjects import Subjects
+from serve_common.protocol.reports import REPLAY_LINES_MAX, ReplayRecentLogs, get_kind, read_line
+from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import TOO_MANY, RateLimitedLogger, dropped_line, dropped_lines
 

@@ -30,9 +30,8 @@ from nats.js.kv import KeyValue
 from serve_common.api.views import EventView, GoalView
 from serve_common.errors import BusUnavailable, LimitReached
 from serve_common.nats.bucket_watch import BucketWatch, Entries
-from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.snapshots import Snapshot
-from serve_common.protocol.subjects import Subjects
+from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 

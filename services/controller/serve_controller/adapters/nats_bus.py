@@ -20,10 +20,9 @@ from serve_common.api.views import EventView
 from serve_common.errors import BadField, BusUnavailable, LimitReached
 from serve_common.names import BackendTag, check_name
 from serve_common.nats.client import ping_nats
-from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ProxyReport, Wake
 from serve_common.protocol.snapshots import Snapshot
-from serve_common.protocol.subjects import Subjects
+from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.adapters.admin_service import AdminCalls, AdminService

@@ -18,7 +18,7 @@ from serve_common.api.views import EventView, HistoryView, LoadView, PlanView, S
 from serve_common.errors import BadField, NotLeading, ServeError
 from serve_common.names import BackendTag, deployment_tag
 from serve_common.ports import Clock
-from serve_common.protocol.decoding import UNREADABLE
+from serve_common.protocol.subjects import UNREADABLE
 from serve_controller.core.autoscaling.values import ScalingStatus, Targets, build_scrape_targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide

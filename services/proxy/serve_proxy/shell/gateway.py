@@ -15,8 +15,7 @@ from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ServeError
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import NatsProtocolError, NotConnected, OutboundFull, PayloadTooLarge
-from serve_common.nats.protocol import encode_headers, parse_headers
-from serve_common.nats.subscriptions import Subscription
+from serve_common.nats.protocol import Subscription, encode_headers, parse_headers
 from serve_common.protocol.frames import CallHead
 from serve_common.protocol.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner

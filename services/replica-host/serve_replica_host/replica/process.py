@@ -17,7 +17,7 @@ from serve_common.identities.credentials import UserIdentity
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.login import RenewableLogin, build_login
 from serve_common.nats.options import BusOptions, Login, NotConnected, OutboundFull
-from serve_common.nats.subscriptions import Subscription
+from serve_common.nats.protocol import Subscription
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import ThreadLoopLag

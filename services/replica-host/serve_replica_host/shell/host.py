@@ -11,8 +11,8 @@ import msgspec
 import structlog
 
 from serve_common.names import HostId, ReplicaTag, parse_backend_tag
-from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaStatus
+from serve_common.protocol.subjects import UNREADABLE
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.core.events import (

@@ -28,7 +28,7 @@ from serve_common.api.views import (
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import BusUnavailable
 from serve_common.names import GoalId
-from serve_common.protocol.logs import ReplayRecentLogs
+from serve_common.protocol.reports import ReplayRecentLogs
 from serve_common.protocol.subjects import Subjects
 
 SUBJECTS = Subjects()

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from serve_common.dispatch.calls import Call, Response
+from serve_common.dispatch.dispatcher import PROBE_AFTER_S
 from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ResponseUnusable
-from serve_common.dispatch.timers import PROBE_AFTER_S
 from serve_common.errors import (
     BusUnavailable,
     DeadlineExceeded,

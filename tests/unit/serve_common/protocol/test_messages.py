@@ -14,7 +14,6 @@ import structlog
 
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
-from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.frames import (
     CloseHead,
     FrameUnreadable,
@@ -25,10 +24,24 @@ from serve_common.protocol.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_common.protocol.logs import ReplayRecentLogs
-from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ProxyReport, Wake
+from serve_common.protocol.reports import (
+    HostGoal,
+    HostReport,
+    LeaderNotice,
+    ProxyReport,
+    ReplayRecentLogs,
+    Wake,
+)
 from serve_common.protocol.snapshots import Snapshot
-from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, Subjects, backend_key, endpoint_key, parse_key
+from serve_common.protocol.subjects import (
+    BACKENDS,
+    ENDPOINTS,
+    UNREADABLE,
+    Subjects,
+    backend_key,
+    endpoint_key,
+    parse_key,
+)
 from serve_common.telemetry.log_lines import KINDS, RefusedMessages
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.shell import observations as hearing

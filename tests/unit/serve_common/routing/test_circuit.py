@@ -14,9 +14,8 @@ from serve_common.config.backend import CircuitBreaker, OutlierEjection, Replica
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
 from serve_common.routing.circuit import ALWAYS, TRIAL_RETRY_S, WINDOW_S, Circuit, RecentCounts, RetryBudget
-from serve_common.routing.queues import RequestKey
+from serve_common.routing.queues import Dispatch, Queued, Refusal, RequestKey, SendTo
 from serve_common.routing.replica_choice import Affinity, stable_hash
-from serve_common.routing.request_events import Dispatch, Queued, Refusal, SendTo
 from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")

@@ -13,8 +13,16 @@ from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import AGAIN_S
 from serve_common.protocol.snapshots import BackendSnapshot
 from serve_common.routing.circuit import SOON_S, WakeSignal
-from serve_common.routing.queues import QueuedSeconds, RequestKey, RequestQueue
-from serve_common.routing.request_events import Dispatch, Queued, QueueFull, Refusal, SendTo
+from serve_common.routing.queues import (
+    Dispatch,
+    Queued,
+    QueuedSeconds,
+    QueueFull,
+    Refusal,
+    RequestKey,
+    RequestQueue,
+    SendTo,
+)
 from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")

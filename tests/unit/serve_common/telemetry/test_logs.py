@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_common.errors import BusUnavailable
-from serve_common.protocol.logs import LogFilter, ReplayRecentLogs
+from serve_common.protocol.reports import LogFilter, ReplayRecentLogs
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import LoopLag
 from serve_common.runtime.operations import register_process_metrics

@@ -15,7 +15,7 @@ import structlog
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.link import Link
 from serve_common.nats.outbox import SharedSocket
-from serve_common.nats.subscriptions import Subscription
+from serve_common.nats.protocol import Subscription
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import Mailbox
 from serve_replica_host.ports import RequestMetrics
