@@ -124,11 +124,6 @@ class BusConnection:
         finally:
             self._is_renewing = False
 
-    async def drain(self, timeout_s: float) -> None:
-        """End all subscriptions without losing what the server has already sent, then close."""
-        await self._subscriptions.drain(timeout_s)
-        await self.close()
-
     async def close(self) -> None:
         """Send what was published, for at most a second, and disconnect for good. May be called twice."""
         self._is_closed = True

@@ -405,7 +405,7 @@ class Subscription:
         When this returns no further message comes. A connection that is lost, or an answer that does not
         come in `timeout_s`, ends it as well.
         """
-        await self._all.drain_one(self, timeout_s)
+        await self._all.drain(self, timeout_s)
 
 
 @final
@@ -461,19 +461,12 @@ class Subscriptions:
         if self._by_sid.pop(subscription.sid, None) is not None:
             self._write(encode_unsub(subscription.sid))
 
-    async def drain_one(self, subscription: Subscription, timeout_s: float) -> None:
+    async def drain(self, subscription: Subscription, timeout_s: float) -> None:
         """Unsubscribe without losing what the server has already sent."""
         subscription.is_ending = True
         self._write(encode_unsub(subscription.sid))
         await self._flush(timeout_s)
         self._by_sid.pop(subscription.sid, None)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Unsubscribe all, and let what the server has already sent reach the callbacks."""
-        for subscription in self._by_sid.values():
-            subscription.is_ending = True
-            self._write(encode_unsub(subscription.sid))
-        await self._flush(timeout_s)
 
     def clear(self) -> None:
         """Forget all: the connection is closed."""
