@@ -208,6 +208,7 @@ class Stack:
         self.ops_url = ""
         self.app_dir = ""
         self.log = Path()
+        self.metrics_dir = Path()
 
     def bus_settings(self, role: Role) -> BusSettings:
         return bus_settings(self.secrets, self.url, role)
@@ -279,6 +280,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         host = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=directory)
     stack = Stack(nats.url, nats.secrets, host)
     stack.log, stack.app_dir = log_path, "apps"
+    stack.metrics_dir = ray_dir / f"metrics-{HOST}"
     try:
         stack.ops_url = f"http://127.0.0.1:{_port(stack)}"
         _until_told(stack, "/readyz", (503, "NATS is not connected\n"))
@@ -910,7 +912,9 @@ async def test_a_replica_to_be_killed_is_not_waited_for(driver: Driver, tmp_path
     await driver.until(lambda report: not report.replicas)
 
 
-async def test_a_storm_of_starts_and_kills_costs_no_bystander_its_health(driver: Driver) -> None:
+async def test_a_storm_of_starts_and_kills_costs_no_bystander_its_health_and_leaves_no_metrics(
+    driver: Driver, stack: Stack
+) -> None:
     """Replicas come and go faster than they can start; one that is checked often stays what it is."""
     bystander = driver.replica(
         "Echo",
@@ -934,6 +938,8 @@ async def test_a_storm_of_starts_and_kills_costs_no_bystander_its_health(driver:
     told = {_status(report, bystander.replica_tag) for report in driver.reports[heard_before:]}
     assert told == {ReplicaStatus.RUNNING}
     assert (await driver.until_status(bystander.replica_tag, ReplicaStatus.RUNNING)).pid == pid
+    files = stack.metrics_dir.glob
+    await until_so(lambda: {file.stem.rpartition("_")[2] for file in files("*.db")} == {str(pid)})
 
 
 async def test_replicas_start_also_when_the_processes_that_wait_for_them_were_killed(

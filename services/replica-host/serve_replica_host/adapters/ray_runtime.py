@@ -47,7 +47,7 @@ from serve_replica_host.core.events import (
 )
 from serve_replica_host.replica.actor import CONTROL_THREADS, ReplicaActor
 from serve_replica_host.replica.process import StartReplicaRequest, decode_outcome, encode
-from serve_replica_host.replica.telemetry.remote import decode_hello, encode_location
+from serve_replica_host.replica.telemetry.remote import Hello, decode_hello, encode_location
 
 _log = structlog.get_logger(__name__)
 
@@ -211,7 +211,7 @@ class RayRuntime:
     # -- on the loop ----------------------------------------------------------------------------------------------
 
     def _on_replica_event(self, event: ReplicaEvent) -> None:
-        if isinstance(event, Placed) and self._is_local and event.replica_tag not in self._processes:
+        if isinstance(event, Placed) and self._is_local:
             self._processes[event.replica_tag] = LocalProcess(event.pid)
         if isinstance(event, ProcessEnded) and event.replica_tag in self._processes:
             self._processes.pop(event.replica_tag).close()
@@ -266,16 +266,35 @@ class RayRuntime:
             if reservation is not None:
                 remove_placement_group(reservation)
             return
-        spare.replica_tag, spare.reservation, spare.bus = tag, reservation, bus
+        spare.goal, spare.reservation, spare.bus = goal, reservation, bus
         self._actors[tag] = spare
         if reservation is None:
-            self._construct(spare, goal)
+            self._place(spare)
         else:
-            spare.watch(reservation.ready(), lambda made: self._on_reserved(spare, goal, made))
+            spare.watch(reservation.ready(), lambda made: self._on_reserved(spare, tag, made))
         self._loop.call_ray_later(PLACEMENT_REPORT_DELAY_S, self._check_start, spare, options)
 
-    def _construct(self, spare: RayActorHandle, goal: ReplicaGoal) -> None:
-        if self._actors.get(goal.replica_tag) is not spare:
+    def _identify(self, spare: RayActorHandle, hello: Hello) -> None:
+        spare.remote = self._remote.meet(spare.actor, hello)
+        spare.address = hello.address
+        spare.pid = hello.pid
+        self._spares.on_ready(spare)
+        self._construct_if_ready(spare)
+
+    def _place(self, spare: RayActorHandle) -> None:
+        spare.is_placed = True
+        self._construct_if_ready(spare)
+
+    def _construct_if_ready(self, spare: RayActorHandle) -> None:
+        """Construct its replica once its resources are reserved and its process is known.
+
+        Why not as soon as it has resources: the host must know whose metrics to retire before there are any.
+        """
+        goal = spare.goal
+        if goal is None or not (spare.is_placed and spare.pid):
+            return
+        tag = goal.replica_tag
+        if self._actors.get(tag) is not spare:
             return  # killed meanwhile
         assert spare.bus is not None
         order = StartReplicaRequest(
@@ -284,11 +303,11 @@ class RayRuntime:
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
             tracing=self._settings.tracing,
         )
-        spare.is_placed = True
-        self._emit_if_placed(spare)
+        process = "" if spare.remote is None else spare.remote.process
+        self._emit(Placed(tag, spare.pid, spare.was_spare, process, spare.address))
         spare.watch(
             spare.actor.start.remote(encode(order)),
-            lambda started: self._on_started(spare, goal.replica_tag, goal.config_version, started),
+            lambda started: self._on_started(spare, tag, goal.config_version, started),
         )
 
     def _reconfigure(self, goal: ReplicaGoal) -> None:
@@ -361,25 +380,14 @@ class RayRuntime:
 
     def _on_hello(self, spare: RayActorHandle, future: Future[Any]) -> None:
         if future.exception() is None:
-            hello = decode_hello(future.result())
-            spare.remote = self._remote.meet(spare.actor, hello)
-            spare.address = hello.address
-            spare.pid = hello.pid
-            self._emit_if_placed(spare)
-            self._thread.post(self._spares.on_ready, spare)
+            self._thread.post(self._identify, spare, decode_hello(future.result()))
 
-    def _on_reserved(self, spare: RayActorHandle, goal: ReplicaGoal, made: Future[Any]) -> None:
+    def _on_reserved(self, spare: RayActorHandle, tag: ReplicaTag, made: Future[Any]) -> None:
         error = made.exception()
         if error is None:
-            self._thread.post(self._construct, spare, goal)
+            self._thread.post(self._place, spare)
         else:  # also when it was removed, because the replica was killed; then the event is ignored
-            self._emit(ReplicaStartFailed(goal.replica_tag, f"Ray could not reserve its resources: {error}"))
-
-    def _emit_if_placed(self, spare: RayActorHandle) -> None:
-        """Called on two threads, each after it has set its own part; a duplicate event is harmless."""
-        if spare.pid and spare.is_placed and spare.replica_tag is not None:
-            process = "" if spare.remote is None else spare.remote.process
-            self._emit(Placed(spare.replica_tag, spare.pid, spare.was_spare, process, spare.address))
+            self._emit(ReplicaStartFailed(tag, f"Ray could not reserve its resources: {error}"))
 
     def _on_started(
         self, spare: RayActorHandle, tag: ReplicaTag, config_version: int, started: Future[Any]

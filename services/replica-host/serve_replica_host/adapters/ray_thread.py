@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from serve_common.names import ReplicaTag
+from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.remote_replicas import RemoteReplica
 
@@ -22,8 +23,8 @@ class RayActorHandle(msgspec.Struct, eq=False):
     """An actor, and references to the futures of its calls, which keep them alive."""
 
     actor: Any
-    replica_tag: ReplicaTag | None = None
-    """None while it is a spare."""
+    goal: ReplicaGoal | None = None
+    """Its replica; None while it is a spare."""
     reservation: Any = None
     """The placement group with its replica's resources; None when Ray assigned them to the actor itself."""
     bus: BusSettings | None = None
@@ -39,6 +40,11 @@ class RayActorHandle(msgspec.Struct, eq=False):
     remote: RemoteReplica | None = None
     """Set if it is on another machine than the host: its metrics and log lines are then fetched."""
     futures: list[Future[Any]] = []
+
+    @property
+    def replica_tag(self) -> ReplicaTag | None:
+        """Tag of its replica; None while it is a spare."""
+        return None if self.goal is None else self.goal.replica_tag
 
     def watch(self, reference: Any, on_done: Callable[[Future[Any]], None]) -> None:
         """Call ``on_done`` with the completed future, on one of Ray's threads."""

@@ -99,6 +99,12 @@ REPORT_PERIOD_S: Final = 1.0
 _KILL_GRACE_S: Final = 2.0
 """Seconds to wait for killed processes after leaving has timed out."""
 _CLOSE_TIMEOUT_S: Final = 1.0
+RETIRE_AGAIN_S: Final = 5.0
+"""Seconds after which the metrics of an ended process are retired once more.
+
+Why: Ray reports the end of a process that it kills before it is over, 12 ms on an idle machine. One that is just
+starting creates files meanwhile, and their gauges would stay on the page.
+"""
 INBOX_MAX: Final = 10_000
 """Queued inputs above which goals and notices are dropped, which their senders repeat. Events are never dropped."""
 
@@ -280,15 +286,19 @@ class HostShell:
         if isinstance(event, ProcessEnded):
             process = self._processes.pop(event.replica_tag, None)
             if process is not None:
-                self._tasks.start(
-                    asyncio.to_thread(self._metrics.retire_process, process), f"retire_process.{process}"
-                )
+                self._tasks.start(self._retire(process), f"retire_process.{process}")
         is_usual = isinstance(event, HealthCheckSent) or (
             isinstance(event, HealthChecked) and event.error is None
         )
         if not is_usual:
             _log.info("replica_event", **msgspec.to_builtins(event))
         self._state = apply_event(self._state, event, self._now())
+
+    async def _retire(self, process: str) -> None:
+        await asyncio.to_thread(self._metrics.retire_process, process)
+        await asyncio.sleep(RETIRE_AGAIN_S)
+        if process not in self._processes.values():  # it may be another replica's by now
+            await asyncio.to_thread(self._metrics.retire_process, process)
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from serve_replica_host.adapters.ray_options import (
 from serve_replica_host.adapters.ray_runtime import RayRuntime
 from serve_replica_host.adapters.ray_session import RaySettings
 from serve_replica_host.adapters.ray_thread import RayActorHandle, RayThread, SparePool, Urgency
-from serve_replica_host.core.events import ProcessEnded, ReplicaEvent
+from serve_replica_host.core.events import Placed, ProcessEnded, ReplicaEvent
+from serve_replica_host.replica.telemetry.remote import Hello
 
 WITHIN_S = 30.0
 BACKEND = BackendTag("default/a")
@@ -160,6 +162,41 @@ async def test_a_start_that_is_killed_while_it_waits_never_begins(
     assert events == [ProcessEnded(goal(1).replica_tag, "it was not wanted any more before its start began")]
     await asyncio.to_thread(blocked.end)
     assert begun == []
+
+
+class Actor:
+    """An actor of which only the calls that were sent are known."""
+
+    def __init__(self, sent: list[str]) -> None:
+        self._sent = sent
+
+    def __getattr__(self, name: str) -> Actor:
+        self._sent.append(name)
+        return self
+
+    def remote(self, *_arguments: object) -> Future[None]:
+        return Future()
+
+
+@pytest.mark.parametrize("first", ["its process", "its resources"])
+async def test_a_replica_is_constructed_only_once_the_host_was_told_of_its_process(
+    runtime: RayRuntime, events: list[ReplicaEvent], monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Whoever hears of its end before would not know whose metrics to retire."""
+    sent: list[str] = []
+    wanted = goal(1)
+    spare = RayActorHandle(Actor(sent), wanted, bus=BUS, futures=[])
+    monkeypatch.setattr(RayActorHandle, "watch", lambda *_arguments: None)
+    monkeypatch.setattr(runtime, "_emit", events.append)
+    runtime._actors[wanted.replica_tag] = spare
+    steps = [lambda: runtime._identify(spare, Hello(42)), lambda: runtime._place(spare)]
+
+    for step in steps if first == "its process" else reversed(steps):
+        assert sent == []
+        step()
+
+    assert sent == ["start"]
+    assert events == [Placed(wanted.replica_tag, 42)]
 
 
 # Which of the actors that wait becomes a replica, and when missing ones are started.

@@ -16,6 +16,7 @@ from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaGoal, ReplicaStatus
 from serve_common.runtime.tasks import TaskOwner
 from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, ReplicaStartFailed
+from serve_replica_host.shell import host
 from serve_replica_host.shell.host import HostShell
 
 HOST = HostId("h")
@@ -206,6 +207,25 @@ async def test_an_ended_process_has_its_metrics_retired(world: World) -> None:
     await world.reports.until(lambda r: r.replicas and r.replicas[0].status is ReplicaStatus.FAILED)
 
     assert await asyncio.to_thread(world.metrics.retired.get, timeout=30) == "42"
+
+
+async def test_what_a_process_writes_after_its_reported_end_is_retired_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray reports ends early. One process id is another replica's by then, whose metrics stay."""
+    monkeypatch.setattr(host, "RETIRE_AGAIN_S", 0.0)
+    one, two, three = (replica(ordinal) for ordinal in (1, 2, 3))
+    world.want(one, two, three, generation=1)
+    await world.reports.until(lambda r: r.generation == 1)
+    world.shell.take_event(Placed(one.replica_tag, 42))
+    world.shell.take_event(ProcessEnded(one.replica_tag, "gone"))
+    world.shell.take_event(Placed(two.replica_tag, 42))
+    world.shell.take_event(Placed(three.replica_tag, 43))
+    world.shell.take_event(ProcessEnded(three.replica_tag, "gone"))
+
+    retired = [await asyncio.to_thread(world.metrics.retired.get, timeout=30) for _ in range(3)]
+    assert sorted(retired) == ["42", "43", "43"]
+    assert world.metrics.retired.empty()
 
 
 async def test_starts_are_timed_and_failures_counted_once(world: World) -> None:
