@@ -1,6 +1,6 @@
 """The least that starting replicas can cost: as many empty actors, by nothing but Ray. Run as a program.
 
-Why at ordinary priority: Muster's replicas start so (`ray_environment.py`), and a limit that is measured at Ray's
+Why at ordinary priority: Muster's replicas start so (`ray_main.py`), and a limit that is measured at Ray's
 niceness of 15 would be easier to keep on a busy machine.
 """
 

@@ -12,7 +12,6 @@ import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
-from serve_common.runtime.request_context import CurrentReplica
 
 
 class ReplicaRuntime(Protocol):
@@ -107,14 +106,6 @@ class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
     """True while connected to NATS."""
     reconnects: int = 0
     """Reconnects to NATS so far."""
-
-
-class HandleMetrics(Protocol):
-    """Queue metrics of the calls that a replica's own code makes."""
-
-    def write(self, replica: CurrentReplica) -> None:
-        """Write the metrics; called a few times a second."""
-        ...
 
 
 class RequestMetrics(Protocol):

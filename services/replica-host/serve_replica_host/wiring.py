@@ -26,8 +26,7 @@ from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.adapters.ray_process import RayProcess
-from serve_replica_host.adapters.replica_identities import IdentifiedReplicas
+from serve_replica_host.adapters.ray_process import IdentifiedReplicas, RayProcess
 from serve_replica_host.core.events import ReplicaEvent
 from serve_replica_host.settings import HostSettings
 from serve_replica_host.shell.host import HostShell

@@ -25,7 +25,7 @@ from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, S
 from serve_common.protocol.subjects import Subjects, backend_key, endpoint_key, tokens
 from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import bucket_config
-from serve_replica_host.replica.process import StartReplicaRequest, encode
+from serve_replica_host.replica.process import StartReplicaRequest
 from tests.support.identities import bus_settings, lay_out_nats
 from tests.support.paths import APPS
 
@@ -80,7 +80,7 @@ class HandleStack:
         self.processes.append(process)
         assert process.stdin is not None
         for order in orders:
-            process.stdin.write(base64.b64encode(encode(order)).decode() + "\n")
+            process.stdin.write(base64.b64encode(msgspec.msgpack.encode(order)).decode() + "\n")
         process.stdin.write("\n")
         process.stdin.flush()
 

@@ -9,7 +9,9 @@ import base64
 import os
 import sys
 
-from serve_replica_host.replica.process import ReplicaProcess, decode_start_request
+import msgspec
+
+from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
 
 
 class NoMetrics:
@@ -22,7 +24,8 @@ class NoMetrics:
 def main() -> None:
     held = []
     while line := sys.stdin.readline().strip():
-        held.append(ReplicaProcess(decode_start_request(base64.b64decode(line)), NoMetrics()))
+        order = msgspec.msgpack.decode(base64.b64decode(line), type=StartReplicaRequest)
+        held.append(ReplicaProcess(order, NoMetrics()))
         error = held[-1].start()
         if error is not None:
             sys.exit(error)

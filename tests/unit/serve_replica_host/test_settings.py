@@ -11,15 +11,23 @@ import pytest
 from serve_common.errors import BadField
 from serve_common.runtime.private_directory import ensure_private_directory
 from serve_common.runtime.settings import Environment
-from serve_replica_host.adapters.ray_environment import (
-    SESSIONS_MAX,
-    prepare_ray_environment,
-    ray_directory,
-    remove_old_sessions,
-)
+from serve_replica_host.adapters.ray_protocol import RaySettings
+from serve_replica_host.ray_main import prepare_ray_environment
 from serve_replica_host.settings import SPARE_REPLICAS, read_host_settings
 
 MINIMAL = {"MUSTER_NATS_PASSWORD": "h", "MUSTER_REPLICA_NATS_PASSWORD": "r", "MUSTER_HOST_ID": "host-1"}
+
+
+def ray_settings(temp_dir: Path, address: str | None = None) -> RaySettings:
+    return RaySettings(
+        temp_dir=str(temp_dir),
+        address=address,
+        num_cpus=None,
+        app_root="",
+        metrics_dir="",
+        host_id="h",
+        spare_replicas=0,
+    )
 
 
 def test_defaults_need_only_the_two_passwords() -> None:
@@ -64,7 +72,7 @@ def test_a_local_ray_gets_a_token_of_this_life_that_no_file_holds_and_a_director
 ) -> None:
     import os
 
-    prepare_ray_environment(tmp_path / "ray", is_local=True)
+    prepare_ray_environment(ray_settings(tmp_path / "ray"))
     token = os.environ["RAY_AUTH_TOKEN"]
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert len(token) == 64
@@ -73,7 +81,7 @@ def test_a_local_ray_gets_a_token_of_this_life_that_no_file_holds_and_a_director
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
     clean_environment.delenv("RAY_AUTH_TOKEN")
-    prepare_ray_environment(tmp_path / "ray", is_local=True)
+    prepare_ray_environment(ray_settings(tmp_path / "ray"))
     assert os.environ["RAY_AUTH_TOKEN"] != token
 
 
@@ -100,7 +108,7 @@ def test_whatever_stands_where_ray_is_to_write_stops_no_start(
             (place / "left").write_text("")
             os.chown(place, 65534, 65534)
         ensure_private_directory(ray)  # as the host does, whose runtime does the rest
-        prepare_ray_environment(ray, is_local=True)
+        prepare_ray_environment(ray_settings(ray))
         for made in (ray, ray / "r"):
             assert stat.S_IMODE(made.lstat().st_mode) == 0o700
             assert made.lstat().st_uid == os.geteuid()
@@ -116,7 +124,7 @@ def test_a_place_that_cannot_be_ours_alone_is_named(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadField, match="cannot be this user's alone"):
-        prepare_ray_environment(tmp_path / "file" / "ray", is_local=True)
+        prepare_ray_environment(ray_settings(tmp_path / "file" / "ray"))
 
 
 def test_an_existing_cluster_keeps_its_own_authentication(
@@ -124,21 +132,8 @@ def test_an_existing_cluster_keeps_its_own_authentication(
 ) -> None:
     import os
 
-    prepare_ray_environment(tmp_path, is_local=False)
+    prepare_ray_environment(ray_settings(tmp_path, address="head:6379"))
 
     assert "RAY_AUTH_MODE" not in os.environ
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_the_newest_sessions_of_ray_are_kept(tmp_path: Path) -> None:
-    ray = ray_directory(tmp_path)
-    for day in range(1, 8):
-        (ray / f"session_2026-01-0{day}_00-00-00_1_1").mkdir(parents=True)
-    (ray / "session_latest").symlink_to(ray / "session_2026-01-01_00-00-00_1_1")
-
-    remove_old_sessions(tmp_path)
-
-    kept = sorted(path.name for path in ray.glob("session_2*"))
-    assert len(kept) == SESSIONS_MAX
-    assert kept[-1].startswith("session_2026-01-07")

@@ -10,6 +10,7 @@ A message is its length (4 bytes, big-endian) and its body. Each end reads only 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -60,6 +61,11 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Path of the host's log socket; empty for none."""
     tracing: dict[str, str] = {}
     """The host's OTEL_… variables."""
+
+    @property
+    def ray_directory(self) -> Path:
+        """The directory for Ray. Ray makes it writable for all users, so the one above is private to this user."""
+        return Path(self.temp_dir) / "r"
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):

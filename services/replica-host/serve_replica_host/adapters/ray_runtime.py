@@ -11,6 +11,7 @@ from typing import Any, Final, final
 import msgspec
 import ray
 import structlog
+from msgspec.msgpack import decode, encode
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -21,16 +22,17 @@ from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.local_process import LocalProcess
 from serve_replica_host.adapters.metrics_files import RemoteFiles
-from serve_replica_host.adapters.ray_options import (
+from serve_replica_host.adapters.ray_protocol import RaySettings, RayUnavailable
+from serve_replica_host.adapters.ray_session import (
     RayResources,
     absolute_app_dir,
     actor_options,
     describe_end,
     describe_needs,
     fits_spare,
+    host_location,
+    open_ray,
 )
-from serve_replica_host.adapters.ray_protocol import RaySettings, RayUnavailable
-from serve_replica_host.adapters.ray_session import host_location, open_ray
 from serve_replica_host.adapters.ray_thread import RayActorHandle, RayThread, SparePool, Urgency
 from serve_replica_host.adapters.remote_replicas import RemoteReplicas
 from serve_replica_host.core.events import (
@@ -46,8 +48,8 @@ from serve_replica_host.core.events import (
     Waits,
 )
 from serve_replica_host.replica.actor import CONTROL_THREADS, ReplicaActor
-from serve_replica_host.replica.process import StartReplicaRequest, decode_outcome, encode
-from serve_replica_host.replica.telemetry.remote import Hello, decode_hello, encode_location
+from serve_replica_host.replica.process import ControlOutcome, StartReplicaRequest
+from serve_replica_host.replica.telemetry.remote import Hello
 
 _log = structlog.get_logger(__name__)
 
@@ -222,7 +224,7 @@ class RayRuntime:
     def _open(self) -> None:
         open_ray(self._settings)
         self._actor_class = ray.remote(ReplicaActor)
-        self._location = encode_location(host_location(self._settings))
+        self._location = encode(host_location(self._settings))
         self._resources.open(is_cluster=not self._is_local)
         self._spares.refill()
 
@@ -380,7 +382,7 @@ class RayRuntime:
 
     def _on_hello(self, spare: RayActorHandle, future: Future[Any]) -> None:
         if future.exception() is None:
-            self._thread.post(self._identify, spare, decode_hello(future.result()))
+            self._thread.post(self._identify, spare, decode(future.result(), type=Hello))
 
     def _on_reserved(self, spare: RayActorHandle, tag: ReplicaTag, made: Future[Any]) -> None:
         error = made.exception()
@@ -398,7 +400,7 @@ class RayRuntime:
             if not isinstance(error, RayActorError):  # the end of the process is reported separately
                 self._emit(ReplicaStartFailed(tag, f"the replica could not start: {error}"))
             return
-        outcome = decode_outcome(started.result())
+        outcome = decode(started.result(), type=ControlOutcome)
         if outcome.error is None:
             self._emit(Constructed(tag, config_version))
         else:
@@ -408,7 +410,7 @@ class RayRuntime:
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:
         error = done.exception()
         if error is None:
-            self._emit(make(decode_outcome(done.result()).error))
+            self._emit(make(decode(done.result(), type=ControlOutcome).error))
         elif not isinstance(error, RayActorError):
             self._emit(make(str(error)))
 
@@ -424,7 +426,7 @@ class RayRuntime:
         if error is not None and not isinstance(error, RayActorError):
             _log.error("drain_failed", replica_tag=tag, error=str(error))
         encoded = b"" if error is not None else done.result()
-        last = decode_outcome(encoded).telemetry if encoded else None
+        last = decode(encoded, type=ControlOutcome).telemetry if encoded else None
         self._remote.store_final(spare.remote, last, lambda: self._emit(Drained(tag)))
 
     def _on_end(self, spare: RayActorHandle, ended: Future[Any]) -> None:

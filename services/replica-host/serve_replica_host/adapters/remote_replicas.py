@@ -16,11 +16,12 @@ from typing import Any, Final, final
 
 import msgspec
 import structlog
+from msgspec.msgpack import decode
 from ray.exceptions import ActorDiedError, RayActorError
 
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.adapters.metrics_files import RemoteFiles
-from serve_replica_host.replica.telemetry.remote import Hello, RemoteTelemetry, decode_telemetry
+from serve_replica_host.replica.telemetry.remote import Hello, RemoteTelemetry
 
 _log = structlog.get_logger(__name__)
 
@@ -125,11 +126,11 @@ class RemoteReplica:
         error = done.exception()
         if self._has_ended:
             if error is None:  # lines are returned only once
-                self._write_lines(decode_telemetry(done.result()).lines)
+                self._write_lines(decode(done.result(), type=RemoteTelemetry).lines)
             return
         if error is None:
             try:
-                self._store(decode_telemetry(done.result()))
+                self._store(decode(done.result(), type=RemoteTelemetry))
             except (OSError, msgspec.DecodeError) as failure:
                 error = failure
         if error is not None:

@@ -1,4 +1,4 @@
-"""The metrics of a replica's process, in prometheus_client's multiprocess files, which survive a full disk.
+"""The metrics of a replica's process, of its requests, handles and spans, in prometheus_client's multiprocess files.
 
 Import it only after PROMETHEUS_MULTIPROC_DIR is set (or unset) for good: prometheus_client reads it at its import.
 """
@@ -13,14 +13,18 @@ from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from prometheus_client import Counter, Gauge, Histogram, values
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, values
 from prometheus_client.mmap_dict import MmapedDict
 
 from serve_common.names import BackendTag
+from serve_common.runtime.request_context import CurrentReplica
 from serve_common.telemetry.catalogue import MetricSpec
+from serve_common.telemetry.catalogue.proxies import QUEUED_SECONDS
 from serve_common.telemetry.catalogue.replicas import (
+    HANDLE_QUEUE_DEPTH,
     ONGOING_SECONDS,
     REPLICA_CONNECTED,
     REPLICA_IN_FLIGHT,
@@ -33,6 +37,7 @@ from serve_common.telemetry.catalogue.replicas import (
     REPLICA_STREAMS,
     REPLICA_WAITING,
 )
+from serve_common.telemetry.catalogue.services import SPANS_DROPPED
 from serve_common.telemetry.metrics import (
     Aggregate,
     LocalCounter,
@@ -42,6 +47,11 @@ from serve_common.telemetry.metrics import (
     process_metrics,
 )
 from serve_replica_host.ports import Occupancy, RequestMetrics
+
+if TYPE_CHECKING:
+    from serve_common.telemetry.otlp import Counts
+
+_log = structlog.get_logger(__name__)
 
 _INITIAL_BYTES: Final = 16 * 1024
 """Initial size of a file; a fourth of the library's, because it is really allocated and most processes need less."""
@@ -179,6 +189,9 @@ def add_to_histogram(histogram: Histogram, counts: Sequence[int], total: float) 
     histogram._sum.inc(total)  # noqa: SLF001 - see above
 
 
+F = TypeVar("F", Counter, Gauge, Histogram)
+
+
 @final
 class LocalMetricsWriter:
     """Writes a process' metrics for one replica; all methods run on one thread."""
@@ -186,56 +199,35 @@ class LocalMetricsWriter:
     def __init__(self, backend_tag: BackendTag, process_metrics: ProcessMetrics) -> None:
         self._backend_tag = backend_tag
         self._metrics = process_metrics
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._families: dict[str, Any] = {}
 
     def write(self) -> None:
         """Write what was counted since the last call."""
         for measure in self._metrics.pending():
             if isinstance(measure, LocalCounter):
-                counter = self._counter(measure)
+                counter = self._family(measure, Counter)
                 for key, value in measure.drain().items():
                     counter.labels(self._backend_tag, *key).inc(value)
             elif isinstance(measure, LocalGauge):
-                gauge = self._gauge(measure)
+                gauge = self._family(measure, Gauge, multiprocess_mode=_MODES[measure.aggregate])
                 for key, value in measure.drain().items():
                     gauge.labels(self._backend_tag, *key).set(value)
             else:
-                histogram = self._histogram(measure)
+                histogram = self._family(measure, Histogram, buckets=measure.spec.buckets)
                 for key, observations in measure.drain().items():
                     labelled = histogram.labels(self._backend_tag, *key)
                     add_to_histogram(labelled, observations.counts, observations.total)
 
-    def _counter(self, measure: LocalCounter) -> Counter:
+    def _family(
+        self, measure: LocalCounter | LocalGauge | LocalHistogram, kind: type[F], **options: Any
+    ) -> F:
         spec = measure.spec
-        counter = self._counters.get(spec.name)
-        if counter is None:
-            counter = Counter(spec.family, spec.text, (_BACKEND, *measure.labels), registry=None)
-            self._counters[spec.name] = counter
-        return counter
-
-    def _gauge(self, measure: LocalGauge) -> Gauge:
-        spec = measure.spec
-        gauge = self._gauges.get(spec.name)
-        if gauge is None:
-            gauge = self._gauges[spec.name] = Gauge(
-                spec.family,
-                spec.text,
-                (_BACKEND, *measure.labels),
-                multiprocess_mode=_MODES[measure.aggregate],  # type: ignore[arg-type]
-                registry=None,
-            )
-        return gauge
-
-    def _histogram(self, measure: LocalHistogram) -> Histogram:
-        spec = measure.spec
-        histogram = self._histograms.get(spec.name)
-        if histogram is None:
-            histogram = self._histograms[spec.name] = Histogram(
-                spec.family, spec.text, (_BACKEND, *measure.labels), buckets=spec.buckets, registry=None
-            )
-        return histogram
+        family: F | None = self._families.get(spec.name)
+        if family is None:
+            labels = (_BACKEND, *measure.labels)
+            family = kind(spec.family, spec.text, labels, registry=None, **options)
+            self._families[spec.name] = family
+        return family
 
 
 OFF_VARIABLE: Final = "MUSTER_UNCOUNTED"
@@ -375,3 +367,92 @@ def make_replica_metrics(backend_tag: BackendTag) -> RequestMetrics:
     if backend_tag in os.environ.get(OFF_VARIABLE, "").split():
         return UncountedRequests()
     return PrometheusReplicaMetrics(backend_tag, process_metrics)
+
+
+HANDLE_BACKENDS_MAX: Final = 1000
+"""Maximum backends that one process writes metrics for; a series lives as long as the process."""
+
+
+@final
+class PrometheusHandleMetrics:
+    """Queue metrics of this process' handles.
+
+    Why the load of other backends is measured in the caller's process: a request that waits for a slot is in no replica
+    yet, and only its router knows of it.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        """``registry`` is not needed in multiprocess mode, where the files are read."""
+        self._seconds: dict[BackendTag, float] = {}
+        """Queued seconds of the handles at the last write, for every backend with series."""
+        self._depths: dict[BackendTag, int] = {}
+        """Queue depths at the last write; missing ones are 0."""
+        self._is_full = False
+        self._seconds_total = Counter(
+            QUEUED_SECONDS.family, QUEUED_SECONDS.text, QUEUED_SECONDS.labels, registry=registry
+        )
+        self._depth = Gauge(
+            HANDLE_QUEUE_DEPTH.family,
+            HANDLE_QUEUE_DEPTH.text,
+            HANDLE_QUEUE_DEPTH.labels,
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+
+    def write(self, replica: CurrentReplica) -> None:
+        """Write what has changed since the last call.
+
+        A backend gets its series with 0 as soon as its application or a call makes it known: to Prometheus, a counter
+        that first appears with a value has not increased.
+        """
+        for tag in replica.peer_versions:
+            self._ensure_series(tag)
+        queues = {} if replica.handle_queues is None else replica.handle_queues()
+        for tag, queue in queues.items():
+            if not self._ensure_series(tag):
+                continue
+            before = self._seconds[tag]
+            # Much less than before: handles have reconnected, and count from 0. Slightly less: their thread is about
+            # to record that a call has just left the queue.
+            is_reset = queue.seconds < before / 2
+            increase = queue.seconds - (0.0 if is_reset else before)
+            if increase > 0 or is_reset:
+                self._seconds[tag] = queue.seconds
+                self._seconds_total.labels(tag).inc(max(increase, 0.0))
+            if queue.depth != self._depths.get(tag, 0):
+                self._depths[tag] = queue.depth
+                self._depth.labels(tag).set(queue.depth)
+        for tag in self._depths.keys() - queues.keys():
+            del self._depths[tag]
+            self._depth.labels(tag).set(0)
+
+    def _ensure_series(self, tag: BackendTag) -> bool:
+        if tag in self._seconds:
+            return True
+        if len(self._seconds) >= HANDLE_BACKENDS_MAX:
+            if not self._is_full:
+                self._is_full = True
+                _log.warning("handle_metrics_full", backends=HANDLE_BACKENDS_MAX, left_out=tag)
+            return False
+        self._seconds[tag] = 0.0
+        self._seconds_total.labels(tag)
+        self._depth.labels(tag)
+        return True
+
+
+@final
+class PrometheusSpanMetrics:
+    """Metrics of one process' spans."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._written: dict[str, int] = {}
+        self._dropped = Counter(SPANS_DROPPED.family, SPANS_DROPPED.text, SPANS_DROPPED.labels, registry=None)
+
+    def write(self) -> None:
+        """Write what has changed since the last call; each reason exists from the first call on, with 0."""
+        for reason, count in self._counts.dropped_by_reason.items():
+            written = self._written.get(reason)
+            if written != count:
+                self._dropped.labels(reason).inc(count - (written or 0))
+                self._written[reason] = count

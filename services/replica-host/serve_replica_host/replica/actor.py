@@ -1,7 +1,8 @@
 """The Ray actor of one replica: its control methods, called by the host. No request passes through it.
 
 Why so thin: a call through Ray costs about a millisecond, and an exception that passes through Ray loses the user's
-own traceback. So methods take and return bytes, and the work is in `ReplicaProcess`.
+own traceback. So the work is in `ReplicaProcess`, and methods take and return bytes, values in MessagePack: Ray would
+pickle them, and a process of another version must fail with a clear error, not at unpickling.
 
 Why everything is imported before `start`: actors are also started as spares.
 """
@@ -14,26 +15,17 @@ import threading
 from collections.abc import Callable
 from typing import Final, final
 
+from msgspec.msgpack import decode, encode
+
+from serve_common.identities.credentials import UserIdentity
 from serve_common.names import BackendTag
+from serve_common.protocol.reports import ReplicaGoal
 from serve_common.telemetry.request_traces import import_ahead
 from serve_common.telemetry.trace_context import read_tracing_settings
 from serve_replica_host.ports import RequestMetrics
-from serve_replica_host.replica.process import (
-    ControlOutcome,
-    ReplicaProcess,
-    decode_goal,
-    decode_identity,
-    decode_start_request,
-    encode,
-)
+from serve_replica_host.replica.process import ControlOutcome, ReplicaProcess, StartReplicaRequest
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
-from serve_replica_host.replica.telemetry.remote import (
-    Hello,
-    HostLocation,
-    RemoteSide,
-    decode_location,
-    encode_telemetry,
-)
+from serve_replica_host.replica.telemetry.remote import Hello, HostLocation, RemoteSide
 
 CONTROL_THREADS: Final = 8
 """Maximum concurrent control calls: one waits forever, one may hang in a health check, one in a reconfigure; at most
@@ -47,7 +39,7 @@ class ReplicaActor:
 
     def __init__(self, location_bytes: bytes) -> None:
         """``location_bytes`` is an encoded `HostLocation`."""
-        location = decode_location(location_bytes)
+        location = decode(location_bytes, type=HostLocation)
         self._hello, self._remote_side = _identify_process(location)
         self._make_metrics = _import_metrics(
             location.metrics_dir if self._remote_side is None else self._remote_side.metrics_dir
@@ -61,11 +53,11 @@ class ReplicaActor:
 
     def hello(self) -> bytes:
         """Return a `Hello`; the result means that Ray has placed the actor."""
-        return encode_telemetry(self._hello)
+        return encode(self._hello)
 
     def start(self, request_bytes: bytes) -> bytes:
         """Construct and serve the replica of a `StartReplicaRequest`; returns a `ControlOutcome`."""
-        request = decode_start_request(request_bytes)
+        request = decode(request_bytes, type=StartReplicaRequest)
         goal, write_lines = request.goal, None
         if self._remote_side is not None:
             write_lines = self._remote_side.retain_lines(goal.replica_tag, goal.backend_tag)
@@ -79,12 +71,12 @@ class ReplicaActor:
 
     def reconfigure(self, goal_bytes: bytes) -> bytes:
         """Apply a `ReplicaGoal`'s configuration; returns a `ControlOutcome`."""
-        goal = decode_goal(goal_bytes)
+        goal = decode(goal_bytes, type=ReplicaGoal)
         return encode(ControlOutcome(error=self._get_process().reconfigure(goal)))
 
     def renew(self, identity_bytes: bytes) -> None:
         """Log in with the encoded `UserIdentity` from now on."""
-        self._get_process().renew(decode_identity(identity_bytes))
+        self._get_process().renew(decode(identity_bytes, type=UserIdentity))
 
     def check_health(self) -> bytes:
         """Run the user's health check; returns a `ControlOutcome`. Blocks while the user's code blocks its loop."""
@@ -105,7 +97,7 @@ class ReplicaActor:
     def fetch(self, with_lines: bool) -> bytes:  # noqa: FBT001 - called through Ray
         """Return a `RemoteTelemetry`, with or without log lines, to the host on another machine."""
         assert self._remote_side is not None, "the host reads what is on its own machine"
-        return encode_telemetry(self._remote_side.fetch(with_lines=with_lines))
+        return encode(self._remote_side.fetch(with_lines=with_lines))
 
     def wait_for_exit(self) -> None:
         """Never returns: the failure of this call notifies the host of the process' end."""

@@ -29,7 +29,7 @@ from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
 from serve_common.telemetry.metrics import process_metrics
 from serve_common.telemetry.request_traces import open_tracing
 from serve_common.telemetry.trace_context import read_tracing_settings
-from serve_replica_host.ports import HandleMetrics, RequestMetrics
+from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.replica_io import ReplicaIO
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import RemoteTelemetry
@@ -38,36 +38,10 @@ from serve_replica_host.replica.user.code import UserCode
 
 if TYPE_CHECKING:
     from serve_common.telemetry.otlp import OtlpTracing
+    from serve_replica_host.adapters.replica_metrics import PrometheusHandleMetrics
 
 MODELS_MAX: Final = 1_000
 """Maximum model ids published for one replica; routers prefer replicas by those."""
-
-
-@final
-class LoadedModels:
-    """The ids of loaded models; reading and replacing them is atomic, so any thread may do it.
-
-    Why they are stored here and not queried from user code: it reports changes, from any thread, and they are published
-    again and again.
-    """
-
-    __slots__ = ("_model_ids",)
-
-    def __init__(self) -> None:
-        self._model_ids: list[str] = []
-
-    @property
-    def has_any(self) -> bool:
-        """True while at least one model is loaded."""
-        return bool(self._model_ids)
-
-    def hold(self, model_ids: Sequence[str]) -> None:
-        """Set the loaded models, the most recently used last."""
-        self._model_ids = list(model_ids)[-MODELS_MAX:]
-
-    def encoded(self) -> bytes:
-        """The published message: a list of strings in msgpack."""
-        return msgspec.msgpack.encode(self._model_ids)
 
 
 class StartReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,35 +63,6 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The user's traceback, or another error; None on success."""
     telemetry: RemoteTelemetry | None = None
     """The final telemetry of this process; None if its host need not fetch it."""
-
-
-def encode(value: StartReplicaRequest | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
-    """Encode a value for the transfer through Ray.
-
-    Why bytes: Ray would pickle these types, and a process of another version must fail with a clear error, not at
-    unpickling.
-    """
-    return msgspec.msgpack.encode(value)
-
-
-def decode_start_request(data: bytes) -> StartReplicaRequest:
-    """Decode a `StartReplicaRequest`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=StartReplicaRequest)
-
-
-def decode_goal(data: bytes) -> ReplicaGoal:
-    """Decode a `ReplicaGoal`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=ReplicaGoal)
-
-
-def decode_identity(data: bytes) -> UserIdentity:
-    """Decode a `UserIdentity`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=UserIdentity)
-
-
-def decode_outcome(data: bytes) -> ControlOutcome:
-    """Decode a `ControlOutcome`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=ControlOutcome)
 
 
 _log = structlog.get_logger(__name__)
@@ -150,7 +95,7 @@ class ReplicaProcess:
         self._logs = logs
         self._order = order
         self._metrics = metrics
-        self._handle_metrics: HandleMetrics | None = None
+        self._handle_metrics: PrometheusHandleMetrics | None = None
         self._write_span_metrics: Callable[[], None] | None = None
         self._user = LoopThread("replica-user")
         self._lag = ThreadLoopLag(self._user.loop, process_metrics.distribution(REPLICA_LAG).observe)
@@ -162,7 +107,8 @@ class ReplicaProcess:
         self._tasks: TaskOwner | None = None
         self._tracing: OtlpTracing | None = None
         self._login = build_login(order.bus)
-        self._models = LoadedModels()
+        self._model_ids: list[str] = []
+        """Loaded models, replaced atomically by user code on any thread."""
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
     def start(self) -> str | None:
@@ -188,7 +134,7 @@ class ReplicaProcess:
         assert self._code is not None, "it was constructed"
         self._tracing = _open_tracing(self._order)
         if self._tracing is not None:
-            from serve_replica_host.replica.telemetry.handle_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
+            from serve_replica_host.adapters.replica_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
 
             self._write_span_metrics = PrometheusSpanMetrics(self._tracing.counts).write
         try:
@@ -262,8 +208,8 @@ class ReplicaProcess:
             await code.stop()
 
     def _publish_models(self, model_ids: Sequence[str]) -> None:
-        """Publish the ids of the loaded models; for `CurrentReplica.publish_models`."""
-        self._models.hold(model_ids)
+        """Publish the ids of the loaded models, the most recently used last; for `CurrentReplica.publish_models`."""
+        self._model_ids = list(model_ids)[-MODELS_MAX:]
         if self._connection is not None:
             self._bus.loop.call_soon_threadsafe(self._send_models, self._connection)
 
@@ -323,21 +269,21 @@ class ReplicaProcess:
             return
         if self._handle_metrics is None:
             # prometheus_client reads PROMETHEUS_MULTIPROC_DIR once, when it is imported, which has happened by now.
-            from serve_replica_host.replica.telemetry.handle_metrics import make_handle_metrics  # noqa: PLC0415 - as above
+            from serve_replica_host.adapters.replica_metrics import PrometheusHandleMetrics  # noqa: PLC0415 - as above
 
-            self._handle_metrics = make_handle_metrics()
+            self._handle_metrics = PrometheusHandleMetrics()
         self._handle_metrics.write(replica)
 
     async def _send_models_periodically(self, connection: BusConnection) -> None:
         """Publish the loaded models periodically, for new routers; routers forget models without updates."""
         while True:
-            if self._models.has_any:
+            if self._model_ids:
                 self._send_models(connection)
             await asyncio.sleep(MODELS_INTERVAL_S)
 
     def _send_models(self, connection: BusConnection) -> None:
         try:
-            connection.publish(self._models_subject, self._models.encoded())
+            connection.publish(self._models_subject, msgspec.msgpack.encode(self._model_ids))
         except (NotConnected, OutboundFull):
             _log.debug("models_not_told")  # published again in a few seconds
 

@@ -66,9 +66,9 @@ from serve_common.runtime.health import ThreadLoopLag
 from serve_common.telemetry.metrics import process_metrics
 from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
 from serve_common.telemetry.otlp import Counts
-from serve_replica_host.replica.telemetry.handle_metrics import make_handle_metrics
-from serve_replica_host.replica.telemetry.handle_metrics import PrometheusSpanMetrics
-from serve_replica_host.adapters.replica_metrics import make_replica_metrics
+from serve_replica_host.adapters.replica_metrics import (
+    PrometheusHandleMetrics, PrometheusSpanMetrics, make_replica_metrics
+)
 from serve_replica_host.ports import Occupancy
 
 TAG = BackendTag("default/app")
@@ -106,7 +106,7 @@ context = CurrentReplica(
     replica_tag=ReplicaTag("default/app#1"), backend_tag=TAG, bus=bus, code_version=1,
     peer_versions={BackendTag("default/other"): 1},
 )
-make_handle_metrics().write(context)
+PrometheusHandleMetrics().write(context)
 counts = Counts(waiting_max=1)
 spans = PrometheusSpanMetrics(counts)
 for _ in range(3):

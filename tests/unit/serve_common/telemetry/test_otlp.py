@@ -19,7 +19,7 @@ from serve_common.telemetry.otlp import Counts, OtlpTracing, RequestIds, UserSam
 from serve_common.telemetry.request_traces import TEXT_LENGTH_MAX
 from serve_common.telemetry.trace_context import ALWAYS, Sampler, TraceParent, TracingSettings
 from serve_replica_host.replica.telemetry.traces import ReplicaRequestTrace, Traces
-from serve_replica_host.replica.user import contexts
+from serve_replica_host.replica.user import code as user_code
 from tests.support.recorded_spans import error_of, parent_id, span_id
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -85,7 +85,7 @@ def test_user_code_may_add_to_its_span(tracing: OtlpTracing, exported: list[Read
     spans = begin(tracing)
 
     def code() -> None:
-        contexts._enter(spans.user_code)
+        user_code._enter(spans.user_code)
         seen = trace.get_current_span()
         seen.set_attributes({"model": "m", "sizes": [1, 2], "text": "x" * 5_000})
         seen.record_exception(ValueError("odd"))
@@ -157,7 +157,7 @@ def test_user_code_s_own_spans_follow_the_decision_about_their_request() -> None
 
 def test_code_with_an_sdk_of_its_own_is_told_that_its_request_is_not_sampled() -> None:
     def code() -> None:
-        contexts._enter_unsampled(TraceParent(TRACE, PARENT, is_sampled=False))
+        user_code._enter_unsampled(TraceParent(TRACE, PARENT, is_sampled=False))
         seen = trace.get_current_span()
         assert f"{seen.get_span_context().trace_id:032x}" == TRACE
         assert not seen.get_span_context().trace_flags.sampled

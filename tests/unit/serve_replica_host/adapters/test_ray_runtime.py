@@ -14,15 +14,17 @@ from serve_common.names import BackendTag, ReplicaTag, replica_tag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.adapters.ray_options import (
+from serve_replica_host.adapters.ray_protocol import RaySettings
+from serve_replica_host.adapters.ray_runtime import RayRuntime
+from serve_replica_host.adapters.ray_session import (
+    SESSIONS_MAX,
     absolute_app_dir,
     actor_options,
     describe_end,
     describe_needs,
     fits_spare,
+    remove_old_sessions,
 )
-from serve_replica_host.adapters.ray_runtime import RayRuntime
-from serve_replica_host.adapters.ray_session import RaySettings
 from serve_replica_host.adapters.ray_thread import RayActorHandle, RayThread, SparePool, Urgency
 from serve_replica_host.core.events import Placed, ProcessEnded, ReplicaEvent
 from serve_replica_host.replica.telemetry.remote import Hello
@@ -375,3 +377,15 @@ def test_an_end_is_one_line() -> None:
     )
     killed = RuntimeError("died. The actor is dead because it was killed by `ray.kill`.")
     assert describe_end(42, killed) == "the replica's process 42 was killed by its host"
+
+
+def test_only_the_newest_sessions_of_ray_are_kept(tmp_path: Path) -> None:
+    for day in range(1, 8):
+        (tmp_path / f"session_2026-01-0{day}_00-00-00_1_1").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(tmp_path / "session_2026-01-01_00-00-00_1_1")
+
+    remove_old_sessions(tmp_path)
+
+    kept = sorted(path.name for path in tmp_path.glob("session_2*"))
+    assert len(kept) == SESSIONS_MAX
+    assert kept[-1].startswith("session_2026-01-07")

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from ray.exceptions import ActorUnavailableError
@@ -25,7 +26,6 @@ from serve_replica_host.replica.telemetry.remote import (
     HostLocation,
     RemoteTelemetry,
     RetainedLines,
-    encode_telemetry,
     make_locked_directory,
     read_files,
 )
@@ -90,7 +90,7 @@ class FarWorld:
     # What happens.
 
     def answer(self, fetched: RemoteTelemetry) -> None:
-        self.asked[-1][1].set_result(encode_telemetry(fetched))
+        self.asked[-1][1].set_result(msgspec.msgpack.encode(fetched))
 
     def pass_time(self) -> None:
         """Everything that was to happen later."""

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import CurrentReplica, HandleQueue, RequestContext, request_context
 from serve_common.runtime.settings import BusSettings
-from serve_replica_host.replica.telemetry import handle_metrics
-from serve_replica_host.replica.telemetry.handle_metrics import PrometheusHandleMetrics
+from serve_replica_host.adapters import replica_metrics
+from serve_replica_host.adapters.replica_metrics import PrometheusHandleMetrics
 from serve_replica_host.replica.telemetry.logs import (
     LOG_SOCKET,
     UNENDED_LENGTH_MAX,
@@ -93,7 +93,7 @@ def test_a_moment_less_than_before_is_no_new_beginning() -> None:
 def test_a_process_that_calls_ever_new_backends_does_not_write_ever_more_series(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handle_metrics, "BACKENDS_MAX", 2)
+    monkeypatch.setattr(replica_metrics, "HANDLE_BACKENDS_MAX", 2)
     case = Case()
     case.write(a=(1.0, 1), c=(1.0, 1))
     assert (case.seconds(A), case.seconds(C)) == (1.0, None)

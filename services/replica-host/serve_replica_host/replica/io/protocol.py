@@ -31,7 +31,6 @@ from serve_common.protocol.subjects import is_inbox
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import Occupancy, RequestMetrics
 from serve_replica_host.replica.io.flow import IncomingFrames, OutgoingMessages, SequenceCheck
-from serve_replica_host.replica.io.frame_batch import FrameSender, Publish
 from serve_replica_host.replica.io.request import (
     BodyPiece,
     IoEvent,
@@ -41,7 +40,7 @@ from serve_replica_host.replica.io.request import (
     Taken,
     UserEvent,
 )
-from serve_replica_host.replica.io.response_frames import ResponseFrames
+from serve_replica_host.replica.io.response_frames import FrameSender, Publish, ResponseFrames
 from serve_replica_host.replica.io.slots import CLOSE_REASON, SERVICE_RESTART, IdleSockets, Slots
 
 _log = structlog.get_logger(__name__)

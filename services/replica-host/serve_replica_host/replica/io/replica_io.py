@@ -1,4 +1,4 @@
-"""Connects a replica's two threads, and reads its NATS connection in the thread that is free."""
+"""Connects a replica's two threads: reads its NATS connection in the one that is free, orders the frames of both."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import structlog
 
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.link import Link
+from serve_common.nats.options import PayloadTooLarge
 from serve_common.nats.outbox import SharedSocket
-from serve_common.nats.protocol import Subscription
+from serve_common.nats.protocol import CRLF, Subscription, encode_pub, encode_pub_line
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import Mailbox
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import RequestMetrics
-from serve_replica_host.replica.io.frame_batch import FrameBatch
 from serve_replica_host.replica.io.protocol import ReplicaProtocol
 from serve_replica_host.replica.io.request import IoEvent, Left, UserEvent
 from serve_replica_host.replica.io.response_frames import DirectResponses
@@ -31,6 +32,64 @@ _log = structlog.get_logger(__name__)
 
 READ_BYTES: Final = 256 * 1024
 """Maximum bytes of one read, so that nothing else waits for long."""
+
+
+_BATCH_BYTES_MAX: Final = 256 * 1024
+_SMALL_BYTES_MAX: Final = 4 * 1024
+"""Frames up to this size are joined with their protocol line."""
+
+
+@final
+class FrameBatch:
+    """Frames to send, for both threads; all methods but `flush` are called under the lock.
+
+    Why a batch besides the connection's own: the frames of a stream are numbered, and the two threads take turns.
+    """
+
+    def __init__(self, connection: BusConnection, lock: threading.RLock) -> None:
+        """Create it on the loop of ``connection``."""
+        self._connection = connection
+        self._lock = lock
+        self._bus_loop = asyncio.get_running_loop()
+        self._bus_thread = threading.get_ident()
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._lost_frames = RateLimitedLogger(_log.warning)
+
+    def publish(self, subject: bytes, frame: bytes) -> None:
+        """Send ``frame`` with the next `flush`; scheduled on the bus loop, on other threads the caller flushes.
+
+        Raises as `BusConnection.publish`.
+        """
+        connection = self._connection
+        if not connection.can_write_shared:
+            connection.publish(subject, frame)
+            return
+        size_bytes = len(frame)
+        if size_bytes > connection.max_payload:
+            raise PayloadTooLarge(
+                f"message of {size_bytes} bytes: the server takes at most {connection.max_payload}"
+            )
+        if not self._pieces and threading.get_ident() == self._bus_thread:
+            self._bus_loop.call_soon(self.flush)
+        if size_bytes <= _SMALL_BYTES_MAX:
+            self._pieces.append(encode_pub(subject, b"", frame))
+        else:
+            self._pieces += (encode_pub_line(subject, b"", size_bytes), frame, CRLF)
+        self._bytes += size_bytes
+        if self._bytes >= _BATCH_BYTES_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the published frames."""
+        with self._lock:
+            pieces = self._pieces
+            if not pieces:
+                return
+            self._pieces, self._bytes = [], 0
+            if not self._connection.write_shared(pieces):
+                # Routers re-request lost frames when the bus is back, as after every lost connection.
+                self._lost_frames.log(time.monotonic(), "frames_lost", pieces=len(pieces))
 
 
 @final

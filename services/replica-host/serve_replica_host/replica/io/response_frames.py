@@ -9,7 +9,7 @@ from typing import Final, Protocol, final
 import structlog
 
 from serve_common.errors import RequestFailed, UserCodeRaised
-from serve_common.nats.options import InvalidSubject, PayloadTooLarge
+from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import encode_pub
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
@@ -17,6 +17,7 @@ from serve_common.protocol.frames import (
     CloseHead,
     ErrorHead,
     FrameUnreadable,
+    Head,
     Headers,
     RequestKind,
     ResponseHead,
@@ -24,7 +25,6 @@ from serve_common.protocol.frames import (
 )
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES, OutgoingBody, OutgoingMessages
-from serve_replica_host.replica.io.frame_batch import FrameSender
 from serve_replica_host.replica.io.request import (
     Closed,
     Drop,
@@ -45,8 +45,44 @@ from serve_replica_host.replica.io.request import (
 )
 from serve_replica_host.replica.io.slots import Slots
 
+_log = structlog.get_logger(__name__)
+
 STATUS_SWITCHING: Final = 101
 """Status of an accepted WebSocket."""
+
+
+Publish = Callable[[bytes, bytes], None]
+"""Publishes (subject, frame). Raises as `BusConnection.publish`."""
+
+
+@final
+class FrameSender:
+    """Publishes frames to reply subjects.
+
+    Why a response may be lost: its router probes for the request, and gets the response again (`RecentReplies`).
+    """
+
+    def __init__(self, publish: Publish, now: Callable[[], float]) -> None:
+        """``now`` is `time.monotonic` or a fake."""
+        self.publish = publish
+        self._now = now
+        self._lost_response_logger = RateLimitedLogger(_log.warning)
+
+    def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
+        """Send a frame and return it.
+
+        Raises FrameUnreadable (the head is too large) or PayloadTooLarge; a frame that the bus cannot buffer is lost.
+        """
+        frame = encode_frame(head, body)
+        self.send_again(reply, frame, type(head).__name__)
+        return frame
+
+    def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
+        """Send an encoded frame. Raises as `send`."""
+        try:
+            self.publish(reply, frame)
+        except (NotConnected, OutboundFull, InvalidSubject) as error:
+            self._lost_response_logger.log(self._now(), "answer_lost", kind=kind, error=str(error))
 
 
 @final
@@ -265,8 +301,6 @@ class ResponseFrames:
         else:
             self._slots.release(exchange, status)
 
-
-_log = structlog.get_logger(__name__)
 
 FRAME_BYTES_MAX: Final = 8 * 1024
 """Maximum size: copying a larger frame costs more than a wake-up, and a server may not accept it."""

@@ -103,21 +103,6 @@ def read_files(directory: Path) -> tuple[dict[str, bytes], int]:
     return ({}, total) if total > FILES_BYTES_MAX else (files, 0)
 
 
-def encode_telemetry(value: RemoteTelemetry | Hello) -> bytes:
-    """Encode a value for the transfer through Ray."""
-    return msgspec.msgpack.encode(value)
-
-
-def decode_telemetry(data: bytes) -> RemoteTelemetry:
-    """Decode a `RemoteTelemetry`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=RemoteTelemetry)
-
-
-def decode_hello(data: bytes) -> Hello:
-    """Decode a `Hello`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=Hello)
-
-
 PREFIX: Final = "muster-replica-"
 _LOCK_GRACE_S: Final = 60.0
 """Seconds for which a new directory may not be locked yet."""
@@ -234,13 +219,3 @@ class HostLocation(msgspec.Struct, frozen=True, kw_only=True):
         os.environ.pop(LOG_SOCKET, None)
         if is_shared and self.log_socket:
             os.environ[LOG_SOCKET] = self.log_socket
-
-
-def encode_location(location: HostLocation) -> bytes:
-    """Encode a value for the transfer through Ray."""
-    return msgspec.msgpack.encode(location)
-
-
-def decode_location(data: bytes) -> HostLocation:
-    """Decode a `HostLocation`. Raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=HostLocation)

@@ -28,7 +28,7 @@ from serve_replica_host.replica.io.request import (
 )
 from serve_replica_host.replica.io.response_frames import STATUS_SWITCHING
 from serve_replica_host.replica.io.response_stream import ResponseStream, is_full, wait_writable
-from serve_replica_host.replica.user.contexts import on_response_started
+from serve_replica_host.replica.user.code import on_response_started
 
 
 class CallerGone(OSError):

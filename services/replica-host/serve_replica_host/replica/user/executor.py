@@ -38,8 +38,7 @@ from serve_replica_host.replica.io.request import (
 from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.telemetry.traces import Traces, error_line
 from serve_replica_host.replica.user.asgi import LEAVE_S, AsgiSocket, CallerGone
-from serve_replica_host.replica.user.code import UserCode
-from serve_replica_host.replica.user.contexts import enter_request, enter_trace
+from serve_replica_host.replica.user.code import UserCode, enter_request, enter_trace
 from serve_replica_host.replica.user.request_kinds import RequestKinds, log_raised, make_reader
 
 _log = structlog.get_logger(__name__)

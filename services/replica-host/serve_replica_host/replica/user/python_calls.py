@@ -29,8 +29,7 @@ from serve_replica_host.replica.io.request import (
 )
 from serve_replica_host.replica.io.response_stream import ResponseStream
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
-from serve_replica_host.replica.user.code import UserCode
-from serve_replica_host.replica.user.contexts import on_response_started
+from serve_replica_host.replica.user.code import UserCode, on_response_started
 from serve_replica_host.replica.user.executor import build_failure, is_reported_to_caller
 
 LENGTH_BYTES: Final = 4

@@ -42,8 +42,7 @@ from serve_replica_host.replica.user.asgi import (
     http_scope,
     websocket_scope,
 )
-from serve_replica_host.replica.user.code import Lifespan, UserCode
-from serve_replica_host.replica.user.contexts import on_response_started
+from serve_replica_host.replica.user.code import Lifespan, UserCode, on_response_started
 
 _log = structlog.get_logger(__name__)
 
