@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from muster import identities
 from serve_common.config.replica import allows, check_may_call
 from serve_common.errors import BadField
+from serve_common.identities.__main__ import plain_config, plain_subjects
 from serve_common.identities.credentials import (
     SEED_BYTES,
     CredentialsUnusable,
@@ -27,7 +28,6 @@ from serve_common.identities.credentials import (
     parse_keys_file,
     sign_nonce,
 )
-from serve_common.identities.plain import plain_config, plain_subjects
 from serve_common.identities.roles import (
     ACCOUNT_LIMITS,
     CONNECTIONS_MAX,
