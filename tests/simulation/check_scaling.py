@@ -9,7 +9,7 @@ from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import owned_backends
+from serve_controller.core.goals import owned_backends
 from serve_controller.core.objects import Backend, Goal, ObjectChanges
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request

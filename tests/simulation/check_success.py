@@ -9,7 +9,7 @@ from serve_common.names import HostId
 from serve_common.protocol.reports import ReplicaStatus
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import owned_backends
+from serve_controller.core.goals import owned_backends
 from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ReplicaState
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import owned_backends, owned_endpoints
+from serve_controller.core.goals import owned_backends, owned_endpoints
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind, ObjectChanges, ObjectKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request

@@ -16,9 +16,9 @@ from immutables import Map
 
 from serve_common.api.commands import Command, CommandReply
 from serve_common.errors import StoreUnavailable
-from serve_controller.core import dirty_set as attention
 from serve_controller.core import (
-    host_goals,
+    dirty_set,
+    goals,
     observed,
     placement,
     reconcile,
@@ -27,17 +27,9 @@ from serve_controller.core import (
     scaling,
     snapshots,
 )
-from serve_controller.core import rollout as reconfiguring
-from serve_controller.core import rollout as starting
-from serve_controller.core import rollout as stopping
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.commands import accepted, decide, deployments
-from serve_controller.core.commands import deployments as backends
 from serve_controller.core.dirty_set import DirtySet
-from serve_controller.core.goals import progress as failing
-from serve_controller.core.goals import progress as succeeding
-from serve_controller.core.goals import progress as waiting
-from serve_controller.core.goals import scope as ending
 from serve_controller.core.objects import Backend, Deployment, HostRecord, ReplicaState
 from serve_controller.core.rollout import old_replicas
 from serve_controller.shell import control_loop as term
@@ -153,12 +145,12 @@ def _stops_old_at_once(draft: Draft, _ledger: object, backend: Backend, now: flo
 
 
 def _fails_without_going_back(draft: Draft, goal: Any, error: str, now: float, of: object) -> None:
-    ending.end_goal(draft, goal, ending.GoalStatus.FAILED, now, error)
+    goals.end_goal(draft, goal, goals.GoalStatus.FAILED, now, error)
 
 
 def _fails_one_part_only(draft: Draft, goal: Any, error: str, now: float, of: Any) -> None:
-    ending.end_goal(draft, goal, ending.GoalStatus.FAILED, now, error)
-    failing._undo(draft, draft.backends[of], error, is_whole=False)
+    goals.end_goal(draft, goal, goals.GoalStatus.FAILED, now, error)
+    goals._undo(draft, draft.backends[of], error, is_whole=False)
 
 
 def _never_lost(state: Any, host_id: Any, now: float, _real: Any = observed.host_status) -> Any:
@@ -183,9 +175,9 @@ def _forgets_ended(draft: Draft, value: Any, _real: Any = Draft.put) -> None:
         _real(draft, value)
 
 
-def _sends_at_once(checkpoint: Any, state: Any, *rest: Any) -> Any:
+def _sends_at_once(checkpoint: Any, state: Any, *rest: Any, _real: Any = reconcile.send_host_goals) -> Any:
     known = state if state.bucket is not None else msgspec.structs.replace(state, bucket=Map())
-    return host_goals.send_host_goals(checkpoint, known, *rest)
+    return _real(checkpoint, known, *rest)
 
 
 async def _waits_for_nothing(_term: Term) -> None:
@@ -240,29 +232,29 @@ MUTANTS: dict[str, list[Patch]] = {
     "ordinals are given again": [(Draft, "next_ordinal", _reused_ordinals)],
     "a host's generation does not rise": [(Draft, "renew_host_goal", _generation_stays)],
     "old replicas stop before new ones serve": [(rollout, "stop_old", _stops_old_at_once)],
-    "a goal succeeds before the proxies applied it": [(waiting, "_not_applied", lambda *_: "")],
-    "a goal succeeds before the replicas run": [(waiting, "_replicas_missing", lambda *_: "")],
-    "a goal of a drain succeeds at once": [(waiting, "_not_drained", lambda *_: "")],
+    "a goal succeeds before the proxies applied it": [(goals, "_not_applied", lambda *_: "")],
+    "a goal succeeds before the replicas run": [(goals, "_replicas_missing", lambda *_: "")],
+    "a goal of a drain succeeds at once": [(goals, "_not_drained", lambda *_: "")],
     "a replaced goal is not ended": [(accepted, "end_goal", lambda *_: None)],
     "a retry is taken for a new request": [(deployments, "retried", lambda *_: None)],
     "ended deployments are forgotten": [(Draft, "put", _forgets_ended)],
     "proxies are not waited for": [(reconcile, "_update_proxies", lambda *_: None)],
     "a failed version is not put back": [
         (replica_reports, "fail", _fails_without_going_back),
-        (failing, "fail", _fails_without_going_back),
+        (goals, "fail", _fails_without_going_back),
     ],
     "an application fails in one part alone": [
         (replica_reports, "fail", _fails_one_part_only),
-        (failing, "fail", _fails_one_part_only),
+        (goals, "fail", _fails_one_part_only),
     ],
-    "what an application leaves out stays": [(succeeding, "_drop_left_out", lambda *_: False)],
+    "what an application leaves out stays": [(goals, "_drop_left_out", lambda *_: False)],
     "a replica that vanished is not noticed": [(replica_reports, "_apply_absence", lambda *_: None)],
     "a lost host's replicas are not replaced": [
         (replica_reports, "host_status", _never_lost),
     ],
     "silence counts although the bus hangs": [
         (observed, "has_passed", _by_the_clock),
-        (attention, "has_passed", _by_the_clock),
+        (dirty_set, "has_passed", _by_the_clock),
         (BusLiveness, "unanswered", lambda *_: False),
         (BusLiveness, "record_response", lambda *_: False),
     ],
@@ -272,34 +264,32 @@ MUTANTS: dict[str, list[Patch]] = {
     "a stuck replica is never given up": [(replica_reports, "stuck_at", lambda *_: None)],
     "surplus replicas are never stopped": [(rollout, "stop_surplus", lambda *_: None)],
     "an update surges without limit": [
-        (starting, "max_surge", _surges_without_limit),
-        (stopping, "max_surge", _surges_without_limit),
+        (rollout, "max_surge", _surges_without_limit),
     ],
     "versions that replicas still run are forgotten": [(rollout, "_prune_versions", _drops_versions)],
     "all replicas are reconfigured at once": [
-        (reconfiguring, "max_unavailable", _surges_without_limit),
-        (stopping, "max_unavailable", _surges_without_limit),
+        (rollout, "max_unavailable", _surges_without_limit),
     ],
     "hosts are given more than they have": [(placement.Ledger, "free", _takes_every_room)],
     "snapshots that the bucket lacks are not published": [(reconcile, "_bucket_actions", lambda *_: [])],
     "a replica that stops is still routed to": [
         (snapshots, "ROUTED", _keeps_everything_routed(snapshots.ROUTED)),
     ],
-    "an unacknowledged host goal is not sent again": [(host_goals, "GOAL_RESEND_AFTER_S", 1e9)],
+    "an unacknowledged host goal is not sent again": [(reconcile, "GOAL_RESEND_AFTER_S", 1e9)],
     "who stood still goes on": [(LeadersBoundary, "cross", _never_unsure)],
     "numbers that a restored store lost are given again": [(Term, "_has_claims_ahead", lambda _: False)],
     "a leader goes on upon a store that was restored": [(WorldStore, "fence_writes", lambda *_: None)],
     "late writes of an older epoch are made": [(WorldStore, "fence", lambda *_: None)],
-    "force_kill is ignored": [(backends, "give_up", _gives_up_gently)],
+    "force_kill is ignored": [(deployments, "give_up", _gives_up_gently)],
     "a rollback goes to the oldest revision": [(ROLLBACK, "_chosen", _the_oldest_revision)],
     "a recorded change asks for no look at room": [
-        (reconcile, "dirty_by_changes", _without("has_capacity", attention.dirty_by_changes)),
-        (term, "dirty_by_changes", _without("has_capacity", attention.dirty_by_changes)),
-        (hearing, "dirty_by_host_report", _without("has_capacity", attention.dirty_by_host_report)),
-        (attention.SilenceDetector, "of_host", _without("has_capacity", attention.SilenceDetector.of_host)),
+        (reconcile, "dirty_by_changes", _without("has_capacity", dirty_set.dirty_by_changes)),
+        (term, "dirty_by_changes", _without("has_capacity", dirty_set.dirty_by_changes)),
+        (hearing, "dirty_by_host_report", _without("has_capacity", dirty_set.dirty_by_host_report)),
+        (dirty_set.SilenceDetector, "of_host", _without("has_capacity", dirty_set.SilenceDetector.of_host)),
     ],
     "a recorded change asks for no look at goals": [
-        (reconcile, "dirty_by_changes", _without("goals", attention.dirty_by_changes)),
+        (reconcile, "dirty_by_changes", _without("goals", dirty_set.dirty_by_changes)),
     ],
     "the autoscaler moves what a user has paused": [
         (Backend, "autoscaling", property(_autoscaled_though_paused))
@@ -309,10 +299,10 @@ MUTANTS: dict[str, list[Patch]] = {
     ],
     "the autoscaler knows no limits": [(scaling, "_with_num", _without_limits)],
     "a host's report asks for no look at the host": [
-        (hearing, "dirty_by_host_report", _without("hosts", attention.dirty_by_host_report)),
+        (hearing, "dirty_by_host_report", _without("hosts", dirty_set.dirty_by_host_report)),
     ],
     "a proxy's report asks for no look at goals": [
-        (hearing, "dirty_by_proxy_report", _without("goals", attention.dirty_by_proxy_report)),
+        (hearing, "dirty_by_proxy_report", _without("goals", dirty_set.dirty_by_proxy_report)),
     ],
 }
 
@@ -352,10 +342,10 @@ def test_a_new_leader_that_commands_hosts_before_it_knows_the_bucket_is_caught(
 
 HARMLESS: dict[str, list[Patch]] = {
     "nothing is swept": [(hearing, "SWEEP_STEP_S", 1e9)],
-    "host goals are sent again sooner": [(host_goals, "GOAL_RESEND_AFTER_S", 0.3)],
+    "host goals are sent again sooner": [(reconcile, "GOAL_RESEND_AFTER_S", 0.3)],
     "every plan looks at everything": [
-        (reconcile, "dirty_by_changes", lambda *_: attention.EVERYTHING),
-        (term, "dirty_by_changes", lambda *_: attention.EVERYTHING),
+        (reconcile, "dirty_by_changes", lambda *_: dirty_set.EVERYTHING),
+        (term, "dirty_by_changes", lambda *_: dirty_set.EVERYTHING),
     ],
 }
 

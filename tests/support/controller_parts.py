@@ -10,7 +10,7 @@ from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, parse_ordinal, replica_tag
 from serve_common.protocol.reports import HostReport
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import deployment_owned
+from serve_controller.core.goals import deployment_owned
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,

@@ -25,7 +25,7 @@ from serve_controller.core.audit import (
     light_changes,
 )
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.scope import deployments_removed_by
+from serve_controller.core.goals import deployments_removed_by
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,

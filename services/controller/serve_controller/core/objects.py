@@ -246,7 +246,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     """Name of the changed object, for people: a tag, an application's name, a host."""
     owns: list[str]
-    """Keys of the objects it owns (`core.goals.scope`), the most important first. A later goal that owns the first
+    """Keys of the objects it owns (`core.goals`), the most important first. A later goal that owns the first
     one supersedes this goal."""
     status: GoalStatus
     created_at: float

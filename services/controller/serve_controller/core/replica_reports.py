@@ -11,8 +11,7 @@ import msgspec
 from serve_common.pacing import backoff_s
 from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.goals.progress import fail
-from serve_controller.core.goals.scope import goal_failing_with
+from serve_controller.core.goals import fail, goal_failing_with
 from serve_controller.core.objects import Backend, BackendVersion, ObjectKind, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TransitionEvent, moved

@@ -25,10 +25,16 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
 from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
 from serve_controller.core.events import audit_event, get_events
-from serve_controller.core.host_goals import SendHostGoal
 from serve_controller.core.objects import Goal, ObjectChanges
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.reconcile import Action, PublishSnapshot, ReconcilePlan, RetractSnapshot, reconcile
+from serve_controller.core.reconcile import (
+    Action,
+    PublishSnapshot,
+    ReconcilePlan,
+    RetractSnapshot,
+    SendHostGoal,
+    reconcile,
+)
 from serve_controller.core.restored import (
     EPOCH_MARGIN,
     NO_CLAIMS,

@@ -25,7 +25,6 @@ from serve_controller.core.dirty_set import (
     dirty_by_proxy_report,
 )
 from serve_controller.core.events import conflict_event, goal_progress
-from serve_controller.core.host_goals import DueTime
 from serve_controller.core.objects import HostRecord, ProxyRecord
 from serve_controller.core.observed import (
     HostObserved,
@@ -42,6 +41,7 @@ from serve_controller.core.observed import (
     observe_round_trip,
     observe_sent,
 )
+from serve_controller.core.reconcile import DueTime
 from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, get_report_claims
 from serve_controller.core.views.hosts import view_goal
 from serve_controller.ports import EventSink

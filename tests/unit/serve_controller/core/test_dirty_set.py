@@ -20,7 +20,6 @@ from serve_controller.core.dirty_set import (
     dirty_by_host_report,
     dirty_by_proxy_report,
 )
-from serve_controller.core.host_goals import DueTime
 from serve_controller.core.objects import HostRecord, ObjectChanges, ObjectKind, ReplicaState
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
@@ -32,6 +31,7 @@ from serve_controller.core.observed import (
     observe_host,
     observe_proxy,
 )
+from serve_controller.core.reconcile import DueTime
 from serve_controller.shell.observations import GC_EVERY_S, SWEEP_S, TermObservations
 from tests.simulation.sim_controller import no_refusal
 from tests.support.control_loop.attentive_loop import AttentiveLoop

@@ -20,7 +20,7 @@ from serve_controller.core.events import (
     goal_progress,
     latest_events,
 )
-from serve_controller.core.goals.scope import host_owned
+from serve_controller.core.goals import host_owned
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,

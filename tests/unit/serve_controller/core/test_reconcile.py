@@ -20,7 +20,7 @@ from serve_common.names import GoalId, ProxyId
 from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_controller.core import reconcile
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.scope import end_goal
+from serve_controller.core.goals import end_goal
 from serve_controller.core.objects import ReplicaState, parse_number
 from serve_controller.core.observed import PROXY_LOST_AFTER_S, observe_bucket, observe_proxy
 from serve_controller.core.replica_reports import (

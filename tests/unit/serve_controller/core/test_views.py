@@ -16,7 +16,7 @@ from serve_common.names import BackendTag, GoalId, HostId, ProxyId
 from serve_common.protocol.reports import ProxyReport
 from serve_controller.core import forecast as forecasting
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.scope import deployment_owned
+from serve_controller.core.goals import deployment_owned
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,

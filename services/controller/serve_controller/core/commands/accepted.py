@@ -11,7 +11,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.errors import LimitReached
 from serve_common.names import GoalId, check_name
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.scope import backend_keys, end_goal, owned_application, owned_backends
+from serve_controller.core.goals import backend_keys, end_goal, owned_application, owned_backends
 from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ObjectKind, parse_number
 
 GOALS_PENDING_MAX = 20_000

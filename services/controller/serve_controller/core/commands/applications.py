@@ -34,7 +34,7 @@ from serve_controller.core.commands.versions import (
     check_target,
     make_backend,
 )
-from serve_controller.core.goals.scope import application_owned, deployment_owned, pending_goal
+from serve_controller.core.goals import application_owned, deployment_owned, pending_goal
 from serve_controller.core.objects import Application, ApplicationVersion, Backend, EndpointConfig, GoalKind
 from serve_controller.core.snapshots import interim_route, taken_over
 

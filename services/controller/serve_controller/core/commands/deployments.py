@@ -39,7 +39,7 @@ from serve_controller.core.commands.versions import (
     make_backend,
     matches_target,
 )
-from serve_controller.core.goals.scope import deployment_owned, pending_goal
+from serve_controller.core.goals import deployment_owned, pending_goal
 from serve_controller.core.objects import (
     Application,
     Backend,

@@ -32,7 +32,7 @@ from serve_controller.core.commands.accepted import (
 )
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
-from serve_controller.core.goals.scope import deployments_removed_by, pending_goal
+from serve_controller.core.goals import deployments_removed_by, pending_goal
 from serve_controller.core.objects import (
     EndpointConfig,
     EndpointRecord,

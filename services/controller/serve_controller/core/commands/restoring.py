@@ -18,7 +18,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, new_goal
 from serve_controller.core.commands.deployments import give_up
 from serve_controller.core.commands.versions import Wanted, check_methods, check_target, make_backend
-from serve_controller.core.goals.scope import application_owned, deployment_owned, end_goal
+from serve_controller.core.goals import application_owned, deployment_owned, end_goal
 from serve_controller.core.objects import (
     Application,
     Backend,

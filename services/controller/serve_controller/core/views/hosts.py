@@ -13,7 +13,7 @@ from serve_common.api.views import GoalStatus, GoalView, HostView, ProxyView
 from serve_common.errors import BadField, NotFound
 from serve_common.names import GoalId
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals.progress import waits_for
+from serve_controller.core.goals import waits_for
 from serve_controller.core.objects import parse_number
 from serve_controller.core.observed import ObservedState, host_status, is_proxy_silent
 

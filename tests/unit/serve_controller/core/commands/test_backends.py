@@ -15,8 +15,8 @@ from serve_common.api.commands import (
 )
 from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
+from serve_controller.core import goals
 from serve_controller.core.commands import versions
-from serve_controller.core.goals import progress as succeeding
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.views.backends import view_backend_config, view_backends, view_revisions
 from serve_controller.core.views.deployments import view_deployment, view_deployments, view_endpoints
@@ -443,7 +443,7 @@ def test_a_route_that_somebody_else_has_by_now_is_refused(loop: Loop) -> None:
 
 
 def test_revisions_are_remembered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(succeeding, "REVISIONS_MAX", 3)
+    monkeypatch.setattr(goals, "REVISIONS_MAX", 3)
     loop = Loop()
     for number in range(6):
         loop.done(create_backend("b", num=0, code=f"m:V{number}"))
