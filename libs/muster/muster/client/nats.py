@@ -58,7 +58,7 @@ class NatsFeed:
     async def close(self) -> None:
         """Disconnect."""
         client, self._client = self._client, None
-        if client is not None and not client.is_closed:
+        if client is not None:
             # These callbacks would report the intended disconnection as a loss.
             client._disconnected_cb = client._closed_cb = None  # noqa: SLF001 - the library has no other way
             await close_nats(client)
@@ -132,8 +132,9 @@ class NatsRequests:
     async def close(self) -> None:
         """Disconnect; requests under way end with `NoReply`."""
         client, self._client = self._client, None
-        if client is not None and not client.is_closed:
+        if client is not None:
             await close_nats(client)
+            self._end_requests()  # a client that was closing already may have been stopped before its callback
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -171,7 +172,9 @@ class NatsRequests:
 
     async def _connected(self) -> Client:
         async with self._connect_lock:
-            if self._client is None or not self._client.is_connected:
+            if self._client is not None and not self._client.is_connected:
+                await self.close()
+            if self._client is None:
                 self._client = await self._open_connection()
             return self._client
 
@@ -200,8 +203,7 @@ class NatsRequests:
                     closed_cb=self._on_closed,
                 )
         except (NatsError, OSError, TimeoutError) as error:
-            if not client.is_closed:
-                await close_nats(client)
+            await close_nats(client)
             if "authorization" in f"{error} {self._last_error}".lower():
                 raise BusAuthorizationFailed(self._refusal()) from error
             reason = str(self._last_error or error) or type(error).__name__

@@ -200,13 +200,17 @@ _TASK_NAMES: Final = ("_reconnection_task", "_reading_task", "_ping_interval_tas
 
 
 async def close_nats(client: Client) -> None:
-    """Close a client in bounded time. While NATS is unreachable the library raises here; that is only logged."""
+    """Close a client in bounded time. While NATS is unreachable the library raises here; that is only logged.
+
+    Also for a client that says it is closed: it says so before its socket is.
+    """
     subscriptions = list(client._subs.values())  # noqa: SLF001 - closing empties it
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await client.close()
     except (NatsError, OSError, TimeoutError) as error:
         _log.debug("nats_not_closed", error=repr(error))
+    finally:
         _abort(client)
     await _end_tasks(client, subscriptions)
 

@@ -244,3 +244,17 @@ def test_a_stack_that_cannot_start_says_why(up: Callable[..., Result], stack: Pl
     result = up()
     assert result.exit_code == 1
     assert "error: port 8000 is in use" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_a_shell_left_ignored_stops_the_stack_too(
+    number: signal.Signals, up: Callable[..., Result], stack: PlayedStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell starts background jobs with SIGINT ignored, and `nohup` with SIGHUP; both are inherited."""
+    monkeypatch.setattr(UpReport, "staying", lambda _report: os.kill(os.getpid(), number))
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert up().exit_code == 0
+    finally:
+        signal.signal(number, before)
+    assert stack.was_stopped

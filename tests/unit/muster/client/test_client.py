@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import UnionType
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport
 
 from muster.client.address import StackAddress, parse_urls
 from muster.client.admin import AdminClient
@@ -478,3 +480,36 @@ async def test_who_was_cancelled_earlier_and_cleans_up_is_answered() -> None:
     await asyncio.sleep(0)
     client.answer.set_result(Msg(cast(Client, client), "s", "", b"gone"))
     assert await cleaning == b"gone"
+
+
+async def test_a_connection_that_ended_by_itself_leaves_no_socket_open() -> None:
+    """nats-py calls itself closed before its socket is, and leaves that open if sending the last bytes fails."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        _, writer = await asyncio.open_connection(sock=ours)
+        client = Client()
+        client._status = Client.CLOSED
+        client._transport = TcpTransport()
+        client._transport._io_writer = writer
+        requests = NatsRequests(StackAddress(urls=("nats://127.0.0.1:1",)))
+        requests._client = client
+        await requests.close()
+        assert writer.is_closing()
+        await writer.wait_closed()
+
+
+async def test_a_lost_connection_is_closed_before_the_next_is_opened() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        _, writer = await asyncio.open_connection(sock=ours)
+        lost = Client()
+        lost._status = Client.CLOSED
+        lost._transport = TcpTransport()
+        lost._transport._io_writer = writer
+        requests = NatsRequests(StackAddress(urls=("nats://127.0.0.1:1",)))
+        requests._client = lost
+        with pytest.raises(BusUnavailable):
+            await requests.connect(within_s=0.1)
+        assert writer.is_closing()
+        await requests.close()
+        await writer.wait_closed()
