@@ -20,9 +20,10 @@ from serve_common.errors import ServeError
 from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.tasks import TaskOwner
-from serve_proxy.core.callers import earliest_deadline, forward
 from serve_proxy.core.headers import (
     RequestHeaders,
+    earliest_deadline,
+    forward,
     get_header_value,
     read_checked_headers,
     read_request_headers,

@@ -19,8 +19,7 @@ from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.errors import MethodNotAllowed
 from serve_common.errors import NotFound, ServeError
 from serve_proxy.core.access_line import AccessLine
-from serve_proxy.core.callers import get_client
-from serve_proxy.core.headers import REQUEST_ID, read_request_headers
+from serve_proxy.core.headers import REQUEST_ID, get_client, read_request_headers
 from serve_proxy.core.problems import Problem, build_problem
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.endpoint import EndpointHandler

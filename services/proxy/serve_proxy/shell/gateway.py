@@ -20,12 +20,12 @@ from serve_common.protocol.frames import CallHead
 from serve_common.protocol.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
-from serve_proxy.core.callers import earliest_deadline
 from serve_proxy.core.headers import (
     REQUEST_ID,
     ObservedRequest,
     RequestHeaders,
     as_text,
+    earliest_deadline,
     get_header_value,
     read_request_headers,
     read_response_head,

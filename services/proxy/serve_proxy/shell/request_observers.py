@@ -28,8 +28,7 @@ from serve_common.telemetry.request_traces import (
 )
 from serve_common.telemetry.trace_context import TraceParent, join_tracestate
 from serve_proxy.core.access_line import METHOD_LENGTH_MAX, AccessLine, bounded_path
-from serve_proxy.core.callers import get_client
-from serve_proxy.core.headers import ReceivedBody, RequestHeaders
+from serve_proxy.core.headers import ReceivedBody, RequestHeaders, get_client
 from serve_proxy.core.problems import Problem
 
 

@@ -27,7 +27,7 @@ from serve_common.runtime.operations import (
     metrics_url,
 )
 from serve_common.runtime.settings import Environment, OperationsSettings, read_operations_settings
-from serve_proxy.adapters.process_operations import ChildrenPages
+from serve_proxy.adapters.proxy_process import ChildrenPages
 from serve_proxy.ports import Child
 
 LOCAL = OperationsSettings(host="127.0.0.1", port=0)
@@ -144,7 +144,7 @@ async def test_a_parent_passes_the_names_on_and_its_health_is_that_of_the_childr
 async def test_a_child_that_takes_connections_and_says_nothing_makes_the_parent_unhealthy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_proxy.adapters.process_operations._PAGE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("serve_proxy.adapters.proxy_process._PAGE_TIMEOUT_S", 0.1)
     writers: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_server(lambda _reader, writer: writers.append(writer), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]

@@ -43,10 +43,11 @@ from serve_common.routing.route_table import RouteTable
 from serve_common.routing.router import Router
 from serve_common.runtime.settings import Environment
 from serve_proxy.adapters.metrics import ProxyCollector, RoutesCollector
-from serve_proxy.core.callers import earliest_deadline, forward
 from serve_proxy.core.headers import (
     as_text,
     checked_headers,
+    earliest_deadline,
+    forward,
     get_header_value,
     read_checked_headers,
     read_request_headers,
