@@ -183,6 +183,7 @@ class NatsRequests:
         settings = address.bus_settings(_INBOX_PREFIX)
         client = Client()
         self._last_error = None
+        cancelled = cancellations()
         try:
             tls = ssl.create_default_context(cafile=address.tls_ca_file) if address.tls_ca_file else None
             async with asyncio.timeout(2 * _REQUEST_CONNECT_S):
@@ -202,8 +203,9 @@ class NatsRequests:
                     error_cb=self._on_error,
                     closed_cb=self._on_closed,
                 )
-        except (NatsError, OSError, TimeoutError) as error:
+        except (NatsError, OSError, TimeoutError, asyncio.CancelledError) as error:
             await close_nats(client)
+            raise_if_cancelled(cancelled)  # the library may have raised another error for it
             if "authorization" in f"{error} {self._last_error}".lower():
                 raise BusAuthorizationFailed(self._refusal()) from error
             reason = str(self._last_error or error) or type(error).__name__

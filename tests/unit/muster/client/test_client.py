@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -513,3 +514,27 @@ async def test_a_lost_connection_is_closed_before_the_next_is_opened() -> None:
         assert writer.is_closing()
         await requests.close()
         await writer.wait_closed()
+
+
+async def test_connecting_ends_with_its_cancellation_where_nats_accepts_and_says_nothing() -> None:
+    accepted = asyncio.Event()
+    connections: list[asyncio.StreamWriter] = []
+
+    async def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        accepted.set()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        requests = NatsRequests(StackAddress(urls=(f"nats://127.0.0.1:{port}",)))
+        async with asyncio.TaskGroup() as tasks:
+            connecting = tasks.create_task(requests.connect(within_s=60.0))
+            await accepted.wait()
+            await asyncio.sleep(0.05)
+            connecting.cancel()
+        assert connecting.cancelled()
+        assert len(connections) == 1, "it did not try again"
+        for writer in connections:
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
