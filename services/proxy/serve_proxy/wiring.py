@@ -43,7 +43,7 @@ from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer
 from serve_proxy.settings import ProxySettings
 from serve_proxy.shell.gateway import Gateway
-from serve_proxy.shell.ingress import Ingress, LiveOptions
+from serve_proxy.shell.ingress import Ingress, LiveOptions, request_ids
 from serve_proxy.shell.reports import Reports
 from serve_proxy.shell.request_observers import RequestTraces
 
@@ -131,10 +131,7 @@ class Proxy:
 
         self._tracing = open_tracing(settings.tracing, "muster-proxy", settings.proxy_id)
         traces = None if self._tracing is None else RequestTraces(self._tracing.tracer)
-
-        def new_request_id() -> str:
-            return f"{rng.getrandbits(128):032x}"
-
+        new_request_id = request_ids(rng.getrandbits)
         self._gateway = Gateway(
             self._ingress,
             self._bus,

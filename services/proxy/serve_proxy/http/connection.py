@@ -28,9 +28,10 @@ from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import ServeError
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_problem
-from serve_proxy.http.fast_path import FastPathRequest
+from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import SERVER_NAME, problem_response
+from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import AccessLog
 
 _REASON_LENGTH_MAX = 200
@@ -80,20 +81,13 @@ class ConnectionOwner(Protocol):
         ...
 
     @property
+    def ingress(self) -> Ingress:
+        """Admits requests and sends them to their endpoints."""
+        ...
+
+    @property
     def header_timeout_s(self) -> float:
         """Seconds within which the head of a request must arrive."""
-        ...
-
-    def try_fast_path(
-        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
-    ) -> FastPathRequest | None:
-        """The exchange of a simple request; None when it must take the regular path."""
-        ...
-
-    def refuse_full(
-        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
-    ) -> bool:
-        """Refuse a request whose body does not fit into memory; False when it was not refused."""
         ...
 
     async def respond(
@@ -185,7 +179,7 @@ class HttpConnection(web.RequestHandler):
             and (
                 self._start_fast_path(message, payload)
                 if payload.is_eof()
-                else self._http.refuse_full(self, message, payload)
+                else refuse_full(self, self._http.requests, self._http.ingress, message, payload)
             )
         ):
             return
@@ -294,7 +288,8 @@ class HttpConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def _start_fast_path(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        exchange = self._http.try_fast_path(self, message, payload)
+        requests = self._http.requests
+        exchange = try_fast_path(self, requests, self._http.ingress, message, payload)
         if exchange is None:
             return False
         self._request_count += 1
@@ -302,7 +297,7 @@ class HttpConnection(web.RequestHandler):
             self._parser.message_consumed()
         self._fast_path = exchange
         self._http.in_flight += 1
-        exchange.start(self._http.requests)
+        exchange.start(requests)
         return True
 
     def _after_fast_path(self, *, closes: bool) -> None:

@@ -74,6 +74,8 @@ class HttpRequests:
         self._ingress = ingress
         self._chain: Handler | None = None
         """The middlewares composed around the endpoint handler; None when there are none."""
+        self.has_middlewares = False
+        """True when requests that arrive now pass middlewares."""
         self._traces = traces
         self._access_log = None if log_request is None else AccessLog(log_request, traces)
         self.forwarded_hops: Final = forwarded_hops
@@ -85,11 +87,6 @@ class HttpRequests:
     async def close(self, timeout_s: float) -> None:
         """Cancel the remaining uploads and sockets."""
         await self._endpoints.close(timeout_s)
-
-    @property
-    def has_middlewares(self) -> bool:
-        """True when requests that arrive now pass middlewares."""
-        return self._chain is not None
 
     def use(self, options: HttpOptions, middlewares: tuple[Middleware, ...]) -> None:
         """Apply both to requests that arrive from now on; the first middleware is the outermost."""
@@ -107,6 +104,7 @@ class HttpRequests:
 
         self.options = options
         self._chain = compose(middlewares, innermost) if middlewares else None
+        self.has_middlewares = self._chain is not None
         self.observer = self._traces
         if options.access_log and self._access_log is not None:
             self.observer = self._access_log

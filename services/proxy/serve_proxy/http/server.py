@@ -17,14 +17,11 @@ from typing import Any, Final, final
 
 import structlog
 from aiohttp import web
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
 
 from serve_common.dispatch.calls import Call, Response
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.connection import HttpConnection
-from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import respond
 from serve_proxy.shell.ingress import Ingress
@@ -82,7 +79,7 @@ class HttpServer:
         """Requests without a complete response."""
         self.tasks: Final = TaskOwner("http")
         self.requests: Final = requests
-        self._ingress = ingress
+        self.ingress = ingress
         self._loop = asyncio.get_running_loop()
         self._http = _Connections(
             self._handle,
@@ -161,24 +158,12 @@ class HttpServer:
         """Seconds within which the head of a request must arrive."""
         return self.requests.options.header_timeout_s
 
-    def try_fast_path(
-        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
-    ) -> FastPathRequest | None:
-        """The exchange of a simple request; None when it must take the regular path."""
-        return try_fast_path(connection, self.requests, self._ingress, message, payload)
-
-    def refuse_full(
-        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
-    ) -> bool:
-        """Refuse a request whose body does not fit into memory; False when it was not refused."""
-        return refuse_full(connection, self.requests, self._ingress, message, payload)
-
     async def respond(
         self, request: web.BaseRequest, call: Call, upstream: Response, request_id: str
     ) -> web.StreamResponse:
         """Write a replica's response to the client. Raises `ResponseUnusable`."""
         rate_min = self.requests.options.body_rate_min
-        return await respond(self._ingress, request, call, upstream, request_id, rate_min=rate_min)
+        return await respond(self.ingress, request, call, upstream, request_id, rate_min=rate_min)
 
     def _accept(self) -> web.RequestHandler:
         """The protocol of a connection that the loop has accepted; further pending connections are accepted too.

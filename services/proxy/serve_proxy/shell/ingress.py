@@ -24,6 +24,11 @@ from serve_common.routing.route_table import HttpChange
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 
 
+def request_ids(random_bits: Callable[[int], int]) -> Callable[[], str]:
+    """Return a function that makes ids, 32 hexadecimal digits, for requests that come without one."""
+    return lambda: f"{random_bits(128):032x}"
+
+
 @final
 class Ingress:
     """Admits requests and hands them to the dispatcher; a `SnapshotListener`.
