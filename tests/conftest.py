@@ -122,10 +122,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
     Their sockets are left to the garbage collector, which complains in the middle of a later test.
     """
-    result = yield
-    if _left_open:
+    try:
+        result = yield
+    finally:  # or the next test would be blamed
         connections = ", ".join(_left_open)
         _left_open.clear()
+    if connections:
         pytest.fail(f"{item.nodeid}: open when the event loop closed: {connections}", pytrace=False)
     return result
 
