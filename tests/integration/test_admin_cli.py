@@ -25,11 +25,7 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.admin_desk import TRACEBACK, AdminDesk
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(240),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 BUILT = typer.main.get_command(app)
 RUN: set[tuple[str, ...]] = set()

@@ -42,8 +42,6 @@ from tests.support.identities import lay_out_nats
 from tests.support.servers.nats_server import until_known
 from tests.support.servers.reserved_port import HeldPort
 
-pytestmark = pytest.mark.integration
-
 SUBJECTS = Subjects()
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
 NEVER_S = 3600.0

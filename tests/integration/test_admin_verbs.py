@@ -48,11 +48,7 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.admin_desk import BAD_CODE, CODE, SOON_S, TRACEBACK, AdminDesk
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(240),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 ASKED: set[str] = set()
 """Verbs that were answered with success in this module."""

@@ -28,11 +28,7 @@ from yarl import URL
 from tests.support.paths import APPS
 from tests.support.stacks.bare_stack import BareStack
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(240),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 APP_DIR = APPS / "asgi_app"
 APPS = {"/star": "features:starlette_app", "/fast/api": "features:fastapi_app"}

@@ -27,11 +27,7 @@ from serve_common.identities.roles import Role
 from tests.support.paths import APPS
 from tests.support.servers.reserved_port import ANY_PORTS
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(300),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 APP_DIR = APPS / "scaling_app"
 LIMIT_S = 90.0

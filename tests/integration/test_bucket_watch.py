@@ -24,8 +24,6 @@ from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import SnapshotBucket, bucket_config
 from tests.support.servers.nats_server import NatsServer, until_known
 
-pytestmark = pytest.mark.integration
-
 SUBJECTS = Subjects()
 STREAM = f"KV_{SUBJECTS.bucket}"
 INFO, GET = f"$JS.API.STREAM.INFO.{STREAM}", f"$JS.API.DIRECT.GET.{STREAM}"

@@ -33,8 +33,6 @@ from serve_common.nats.protocol import MessageCallback, encode_headers, parse_he
 from tests.support.servers.reserved_port import HeldPort
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.integration
-
 _LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 _LIMIT_S = 50.0
 """For what takes a moment on a quiet machine, and has no limit of its own on a busy one."""

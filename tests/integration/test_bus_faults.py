@@ -32,8 +32,6 @@ from tests.integration.test_bus_connection import (
 )
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:

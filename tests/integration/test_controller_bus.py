@@ -38,8 +38,6 @@ from tests.simulation.world import SilentTelemetry
 from tests.support.memory_store import MemoryStore
 from tests.support.servers.nats_server import NatsServer, connected
 
-pytestmark = pytest.mark.integration
-
 SOON_S = 15.0
 """Much less than what would be waited for otherwise, and enough for a busy machine."""
 LIMIT_S = 30.0

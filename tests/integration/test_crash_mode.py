@@ -29,7 +29,7 @@ from tests.support.stacks.control_plane import (
     eventually,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 AT_ONCE = 6
 STRAY_KEY = "backends.default.stray"

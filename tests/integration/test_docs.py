@@ -37,7 +37,7 @@ PAGES = (
     "docs/how-to/backup.md",
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from serve_common.nats.client import connect_nats
 from tests.support.identities import bus_settings
 from tests.support.servers.reserved_port import ANY_PORTS
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 ONE_CPU = msgspec.structs.replace(ANY_PORTS, num_cpus=1)
 TOLD_LIMIT_S = 50.0

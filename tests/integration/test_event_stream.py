@@ -32,8 +32,6 @@ from serve_controller.adapters import jetstream as event_stream
 from serve_controller.adapters.jetstream import EventStream, recent_events
 from tests.support.servers.nats_server import NatsServer, connected, until_known
 
-pytestmark = pytest.mark.integration
-
 
 class Side:
     """The controller's connection, its events, and one who listens."""

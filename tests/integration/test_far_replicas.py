@@ -15,11 +15,7 @@ from serve_common.protocol.reports import ReplicaStatus
 from tests.support.servers.ray_cluster import AT_HOME, ELSEWHERE, HOST, Cluster
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 APP = """
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tests.fuzz.pipelines import BAD, GOOD, draw, read_by_h11
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SEED = 20
 PIPELINES = 1_500

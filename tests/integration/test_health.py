@@ -29,7 +29,7 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 UNHEALTHY_AFTER_S = 1.0
 OK = (200, "ok\n")

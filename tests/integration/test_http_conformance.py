@@ -26,7 +26,7 @@ from tests.support.stacks.fake_replica import FakeReplica
 from tests.support.stacks.proxy_stack import MIB, R0, Stack, running_stack
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HEADER_TIMEOUT_S = 0.5
 KEEP_ALIVE_TIMEOUT_S = 1.0

@@ -14,7 +14,7 @@ import pytest
 from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
 from tests.support.stacks.proxy_stack import Stack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 SOURCES = Path(__file__).parent / "javascript"
 

@@ -21,7 +21,7 @@ from tests.support.stacks.full_proxy import (
     upload_too_much,
 )
 
-pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 WARM_UP = 1500
 REQUESTS = 5000

@@ -37,7 +37,7 @@ from tests.support.servers import promtool
 from tests.support.servers.prometheus_server import PrometheusServer, scrape_config
 from tests.support.servers.reserved_port import ANY_PORTS
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SCRAPE_INTERVAL_S = 1.0
 DATA_LIMIT_S = 120.0

@@ -27,8 +27,6 @@ from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.adapters.nats_bus import NatsBus
 from tests.support.servers.nats_server import NatsServer, connected, until_known
 
-pytestmark = pytest.mark.integration
-
 
 class Ears:
     def __init__(self) -> None:

@@ -6,14 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-import pytest
 from nats.aio.msg import Msg
 
 from serve_common.runtime.clock import SystemClock
 from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
 from tests.support.stacks.proxy_stack import Stack
-
-pytestmark = pytest.mark.integration
 
 SUBJECT = "serve.call.echo"
 

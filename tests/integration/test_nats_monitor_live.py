@@ -20,7 +20,7 @@ from tests.support.servers.reserved_port import HeldPort
 from tests.support.stacks.control_plane import ControllerProcess, ControlPlane, eventually
 from tests.support.stacks.scraped_pages import contradictions
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 class MonitoredServer:

@@ -49,8 +49,6 @@ from tests.support.identities import NAMES, bus_settings, lay_out_nats, signing_
 from tests.support.servers.nats_server import until_known
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.integration
-
 SUBJECTS = Subjects()
 STREAM = f"KV_{SUBJECTS.bucket}"
 ENDPOINT = EndpointTag("shop/digits")

@@ -19,7 +19,7 @@ from serve_controller.core.objects import HostRecord, ObjectChanges
 from serve_controller.ports import HistoryEntry
 from tests.support.servers.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 A, B = ControllerId("a"), ControllerId("b")
 NAME = "store-under-test"

@@ -28,8 +28,6 @@ from tests.support.waiting import eventually
 
 R2 = f"{TAG}#2"
 
-pytestmark = pytest.mark.integration
-
 
 async def test_requests_are_routed_and_errors_are_json(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)

@@ -13,8 +13,6 @@ import pytest
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import MIB, R0, TAG, Stack, running_stack
 
-pytestmark = pytest.mark.integration
-
 HOST = b"Host: h\r\n"
 UPGRADE = (
     b"Connection: Upgrade\r\nUpgrade: websocket\r\n"

@@ -24,8 +24,6 @@ from tests.support.stacks.bare_runner import RunOrder, start_order
 from tests.support.stacks.proxy_stack import R0, TAG, Stack, running_stack
 from tests.support.stacks.replica_runner import NoMetrics
 
-pytestmark = pytest.mark.integration
-
 APP = """
 import json
 

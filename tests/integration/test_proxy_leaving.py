@@ -23,7 +23,7 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import R0, R1, Stack
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 class ProxyProcess:

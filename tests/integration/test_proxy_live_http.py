@@ -19,8 +19,6 @@ from serve_proxy.wiring import Proxy
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import MIB, R0, Stack, make_settings, running_stack
 
-pytestmark = pytest.mark.integration
-
 MODULE = """
 import asyncio
 import threading

@@ -24,7 +24,7 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import R0, R1, Stack, running_stack
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 """Up to seven processes start here, one after the other on a machine that is busy."""
 
 

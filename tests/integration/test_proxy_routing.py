@@ -21,8 +21,6 @@ from tests.support.servers.nats_server import NatsServer, until_known
 from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.integration
-
 R2 = f"{TAG}#2"
 
 

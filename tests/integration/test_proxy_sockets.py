@@ -27,8 +27,6 @@ from tests.support.stacks.fake_replica import FakeReplica, Held
 from tests.support.stacks.proxy_stack import MIB, R0, TAG, Stack, running_stack
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.integration
-
 KEY = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
 

@@ -20,8 +20,6 @@ from tests.support.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
 from tests.support.servers.reserved_port import HeldPort
 from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
 
-pytestmark = pytest.mark.integration
-
 PARENT = "00f067aa0ba902b7"
 ATTEMPT = f"attempt {TAG}"
 

@@ -21,8 +21,6 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.integration
-
 HEAD = b"POST /echo%b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

@@ -22,7 +22,7 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.ray_cluster import HOST, HostOnCluster
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 APP = """
 from __future__ import annotations

@@ -36,11 +36,7 @@ from tests.support.paths import APPS
 from tests.support.stacks.loaded_stack import LoadedStack
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(400),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 SUBJECTS = Subjects()
 BUCKET = f"KV_{SUBJECTS.bucket}"

@@ -21,11 +21,7 @@ from tests.support.loads import bus_hangs, chaos
 from tests.support.loads.chaos_load import CLIENTS, KINDS
 from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(480),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 
 REQUESTS_PER_S = 550
 """What is asked for; how much of it comes through is the machine's."""

@@ -60,7 +60,7 @@ from tests.support.paths import ROOT
 from tests.support.servers.reserved_port import HeldPort
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 HOST = HostId("host-1")
 IDENTITY_S = 9

@@ -36,7 +36,7 @@ from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
 from tests.support.servers.nats_server import NatsServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 BACKEND = BackendTag("default/app")
 TAG = replica_tag(BACKEND, 1)

@@ -36,11 +36,7 @@ from tests.support.loads.steady_load import SteadyLoad
 from tests.support.stacks.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 LIVE, STOP_AND_START = "live", "stop and start"
 TABLES = ("leader", "checkpoint_rows", "history")

@@ -47,7 +47,7 @@ STOP_LIMIT_S = STOP_TIMEOUT_S + 20.0
 """What is left after the first of them is killed; all else is the machine's own slowness."""
 REQUESTS_OF_A_HEALED_STACK = 100
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 class Stack:

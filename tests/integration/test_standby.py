@@ -33,7 +33,7 @@ from tests.support.stacks.control_plane import (
     eventually,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 FAILOVER_LIMIT_S = 3 * LEASE_TTL_S
 """What is promised is a second over the lease; the rest is for a busy machine."""

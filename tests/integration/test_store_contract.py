@@ -135,7 +135,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres_store, "LEASE_TIMEOUT_S", 30.0)
 
 
-@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.integration)])
+@pytest.fixture(params=["memory", "postgres"])
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "memory":
         memory = MemoryWorld()
@@ -420,7 +420,6 @@ async def test_a_leader_whose_last_write_is_not_there_any_more_leads_no_more(wor
 
 
 @pytest.mark.parametrize("world", ["postgres"], indirect=True)
-@pytest.mark.integration
 async def test_who_has_an_epoch_that_a_restored_database_gave_to_another_writes_nothing(world: PostgresWorld):
     """Nothing but the term itself was lost. The simulation asks the same of its twin."""
     await world.store.record(await lead(world.store), put(goal(1)))
@@ -436,7 +435,6 @@ async def test_who_has_an_epoch_that_a_restored_database_gave_to_another_writes_
 
 
 @pytest.mark.parametrize("world", ["postgres"], indirect=True)
-@pytest.mark.integration
 async def test_a_controller_never_leads_twice_with_one_epoch_though_the_database_went_back(
     world: PostgresWorld,
 ):

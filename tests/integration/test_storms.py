@@ -13,7 +13,7 @@ from muster.embedded import run_record as leftovers
 from tests.support.loads import conflicts, full_disk
 from tests.support.stacks.loaded_stack import LoadedStack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(480)]
+pytestmark = pytest.mark.timeout(480)
 
 STORM_S = 5.0
 KILLS_S = 10.0

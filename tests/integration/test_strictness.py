@@ -18,11 +18,7 @@ import pytest_asyncio
 from tests.support.paths import APPS
 from tests.support.stacks.bare_stack import BareStack
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(300),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 APP_DIR = APPS / "proof_app"
 TAG = "default/alone"

@@ -33,7 +33,7 @@ from tests.support.stacks.control_plane import CHANGE_LIMIT_S, ControlPlane, dep
 from tests.support.stacks.handle_stack import GuardedNats, HandleStack
 from tests.support.stacks.proxy_stack import make_settings
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 APP_DIR = APPS / "trace_app"
 FRONT, BACK, PAGES = "default/front", "default/back", "default/pages"

@@ -30,11 +30,7 @@ from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.support.loads.steady_load import Answer, SteadyLoad
 from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack, replica_config
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 FAILOVER_LIMIT_S = 3 * LEASE_TTL_S
 """What is promised is a second over the lease; the rest is for a machine that is busy with all else here."""
