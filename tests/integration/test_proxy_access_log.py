@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import MIB, R0, TAG, Stack, running_stack
+from tests.support.stacks.raw_peers import raw_connection
 
 HOST = b"Host: h\r\n"
 UPGRADE = (
@@ -72,16 +73,6 @@ async def switch(stack: Stack, *, on: bool = True, **options) -> None:
 
 def named(request_id: str) -> dict[str, str]:
     return {"X-Request-ID": request_id}
-
-
-@asynccontextmanager
-async def connection(stack: Stack) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    host, _, port = stack.url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
 
 
 def asking(path: str, request_id: str, *headers: bytes) -> bytes:
@@ -167,12 +158,12 @@ async def test_refusals_say_why_and_a_client_that_left_is_told_apart(
     stack, log = world
     (replica,) = await stack.serve(R0, limit=1, queue=1)
     await switch(stack)
-    async with connection(stack) as (_, first), connection(stack) as (reader, second):
+    async with raw_connection(stack.url) as (_, first), raw_connection(stack.url) as (reader, second):
         first.write(asking("/echo/hold", "leaves", *headers))
         await replica.wait(lambda: len(replica.held) == 1)
         second.write(asking("/echo/late", "late", *headers))
         await stack.queued()
-        async with connection(stack) as (third_reader, third):
+        async with raw_connection(stack.url) as (third_reader, third):
             third.write(asking("/echo/full", "full", *headers))
             assert b" 503 " in await third_reader.readline()
         full = await log.line_of("full")
@@ -208,13 +199,13 @@ async def test_a_stream_that_ends_early_says_how_far_it_came(world: tuple[Stack,
     stack, log = world
     (replica,) = await stack.serve(R0)
     await switch(stack)
-    async with connection(stack) as (reader, writer):
+    async with raw_connection(stack.url) as (reader, writer):
         writer.write(asking("/echo/break", "broken"))
         assert b" 200 " in await reader.readline()
         broken = await log.line_of("broken")
     assert (broken["kind"], broken["status"], broken["error"]) == ("stream", 499, "user_code_raised")
     assert broken["bytes_out"] == len(b"first")
-    async with connection(stack) as (reader, writer):
+    async with raw_connection(stack.url) as (reader, writer):
         writer.write(asking(f"/echo/big?{40 * MIB}", "left"))
         await reader.readexactly(100_000)
         await replica.wait(lambda: bool(replica.held))
@@ -238,7 +229,7 @@ async def test_a_socket_has_one_line_when_it_ends(world: tuple[Stack, Log]) -> N
     assert (line["messages_in"], line["messages_out"], line["bytes_in"], line["bytes_out"]) == (2, 2, 7, 7)
     assert (line["path"], line["replica_tag"]) == ("/echo/ws", R0)
 
-    async with connection(stack) as (reader, writer):
+    async with raw_connection(stack.url) as (reader, writer):
         writer.write(asking("/echo/ws", "torn", UPGRADE))
         assert b" 101 " in await reader.readline()
         await replica.wait(lambda: len(replica.sockets) == 2)
@@ -256,7 +247,7 @@ async def test_what_cannot_be_read_has_a_line_too(world: tuple[Stack, Log]) -> N
     await stack.serve(R0)
     await switch(stack)
     for request in (b"nonsense\r\n\r\n", b"GET /echo HTTP/1.1\r\nHost: a b\r\n\r\n"):
-        async with connection(stack) as (reader, writer):
+        async with raw_connection(stack.url) as (reader, writer):
             writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
         request_id = head.partition("X-Request-ID: ")[2].partition("\r\n")[0]
@@ -269,7 +260,7 @@ async def test_in_a_drain_a_socket_is_refused_for_that(world: tuple[Stack, Log])
     stack, log = world
     await stack.serve(R0)
     await switch(stack)
-    async with connection(stack) as (reader, writer):
+    async with raw_connection(stack.url) as (reader, writer):
         writer.write(asking("/echo", "first"))
         await log.line_of("first")
         stack.proxy._ingress.is_draining = True

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from serve_common.names import BackendTag
-from serve_common.runtime.request_context import set_replica_context
 from serve_common.runtime.settings import Environment
 from serve_proxy.settings import read_settings
-from serve_replica_host.replica.process import ReplicaProcess
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.bare_runner import RunOrder, start_order
 from tests.support.stacks.proxy_stack import R0, TAG, Stack, running_stack
-from tests.support.stacks.replica_runner import NoMetrics
+from tests.support.stacks.raw_peers import raw_connection, running_replica
 
 APP = """
 import json
@@ -65,14 +63,9 @@ async def replica(server: NatsServer, tmp_path: Path) -> AsyncIterator[None]:
     (tmp_path / "identity_app.py").write_text(APP)
     (tmp_path / "identity_middleware.py").write_text(MIDDLEWARE)
     order = start_order(server.url, R0, RunOrder(import_path="identity_app:app", app_dir=str(tmp_path)))
-    process = ReplicaProcess(order, NoMetrics())
-    assert await asyncio.to_thread(process.start) is None
-    yield
-    await asyncio.to_thread(process.drain)
-    set_replica_context(None)
-    for name in ("identity_app", "identity_middleware"):
-        sys.modules.pop(name, None)
-    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+    async with running_replica(order):
+        yield
+    sys.modules.pop("identity_middleware", None)
 
 
 async def serve(stack: Stack, *middlewares: str) -> Any:
@@ -86,11 +79,9 @@ async def serve(stack: Stack, *middlewares: str) -> Any:
     return shadow
 
 
-async def raw(stack: Stack, way: str, headers: str, address: str = "127.0.0.1") -> dict[str, str]:
+async def raw(stack: Stack, way: str, headers: str) -> dict[str, str]:
     """What the application saw of a request that took one way through the proxy."""
-    host, _, port = stack.url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(address, 0))
-    try:
+    async with raw_connection(stack.url) as (reader, writer):
         async with asyncio.timeout(30):
             lines = headers.format(connection="Upgrade, " if way == "socket" else "")
             if way == "socket":
@@ -114,21 +105,23 @@ async def raw(stack: Stack, way: str, headers: str, address: str = "127.0.0.1") 
                 length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
                 body = await reader.readexactly(length)
                 assert " 200 " in head, (head, body)
-    finally:
-        writer.close()
     seen: dict[str, str] = json.loads(body)
     return seen
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text(f"shop {KEY}\n")
+    monkeypatch.setenv("MUSTER_API_KEYS_FILE", str(tmp_path / "keys"))
+    monkeypatch.delitem(sys.modules, "serve_proxy.middlewares.api_keys", raising=False)
 
 
 @pytest.mark.parametrize(
     "middlewares", [[], ["identity_middleware:passes"], [API_KEYS]], ids=["none", "any", "keys"]
 )
 async def test_no_header_of_a_client_takes_away_or_stands_in_for_what_the_proxy_says(
-    server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, middlewares: list[str]
+    server: NatsServer, tmp_path: Path, keys: None, middlewares: list[str]
 ) -> None:
-    (tmp_path / "keys").write_text(f"shop {KEY}\n")
-    monkeypatch.setenv("MUSTER_API_KEYS_FILE", str(tmp_path / "keys"))
-    monkeypatch.delitem(sys.modules, "serve_proxy.middlewares.api_keys", raising=False)
     async with running_stack(server, middleware_dir=str(tmp_path)) as stack:
         shadow = await serve(stack, *middlewares)
         for number, way in enumerate(("short", "upload", "socket"), start=1):
@@ -204,12 +197,7 @@ async def test_a_rate_limit_counts_by_the_client_that_is_believed(
         assert statuses == ([200, 200, 429] if hops else [200, 429, 429])
 
 
-async def test_who_may_not_call_may_not_read_the_routes_either(
-    server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "keys").write_text(f"shop {KEY}\n")
-    monkeypatch.setenv("MUSTER_API_KEYS_FILE", str(tmp_path / "keys"))
-    monkeypatch.delitem(sys.modules, "serve_proxy.middlewares.api_keys", raising=False)
+async def test_who_may_not_call_may_not_read_the_routes_either(server: NatsServer, keys: None) -> None:
     async with running_stack(server) as stack:
         await serve(stack)
         status, body, _ = await stack.get("/-/routes")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -16,15 +16,14 @@ from aiohttp import WSMsgType
 
 from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, RequestKind
-from serve_common.runtime.request_context import set_replica_context
 from serve_proxy.http import websockets as http_sockets
-from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.io import slots as quiet_sockets
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.bare_runner import RunOrder, start_order
 from tests.support.stacks.fake_replica import FakeReplica, Held
 from tests.support.stacks.proxy_stack import MIB, R0, TAG, Stack, running_stack
+from tests.support.stacks.raw_peers import raw_connection, running_replica
 from tests.support.waiting import eventually
 
 KEY = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
@@ -100,9 +99,7 @@ async def test_frames_that_are_not_masked_are_refused_with_1002(
     (replica,) = await stack.serve(R0)
     long = b"\x82\xfe\x01\x00abcd" + bytes(256)
     sent = MASKED + long + MASKED + unmasked + MASKED
-    host, _, port = stack.url.removeprefix("http://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(30), raw_connection(stack.url) as (reader, writer):
         head = b"GET /echo/ws HTTP/1.1\r\nHost: h\r\nSec-WebSocket-Version: 13\r\n" + KEY + UPGRADE + b"\r\n"
         whole = head + sent if size > len(sent) else head
         writer.write(whole)
@@ -111,39 +108,35 @@ async def test_frames_that_are_not_masked_are_refused_with_1002(
             await asyncio.sleep(0.001)
         assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
         answers = await reader.read()  # until the proxy has closed it
-    writer.close()
     assert answers.endswith(b"\x88\x02\x03\xea")
     (held,) = replica.sockets
     assert await closed(replica, held) == (1002, "a client's frames must be masked")
     assert [len(message) for _, message in held.messages] == [2, 256, 2]
 
 
-async def test_a_message_that_is_too_large_closes_with_1009(stack: Stack) -> None:
+async def send_nonsense(ws: aiohttp.ClientWebSocketResponse) -> None:
+    ws._writer.transport.write(b"\xff\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("code", "send"),
+    [
+        (1009, lambda ws: ws.send_bytes(bytes(MESSAGE_BYTES_MAX + 1))),
+        (1007, lambda ws: ws._writer.send_frame(b"\xff\xfe", WSMsgType.TEXT)),
+        (1002, send_nonsense),
+    ],
+    ids=["too large", "text that is no UTF-8", "no frame"],
+)
+async def test_what_may_not_be_sent_closes_with_its_code(
+    stack: Stack, code: int, send: Callable[[Any], Awaitable[None]]
+) -> None:
     (replica,) = await stack.serve(R0)
     async with stack.session.ws_connect(stack.url + "/echo/ws", max_msg_size=0) as ws:
-        await ws.send_bytes(bytes(MESSAGE_BYTES_MAX + 1))
+        await send(ws)
         message = await ws.receive(timeout=20)
-        assert (message.type, message.data) == (WSMsgType.CLOSE, 1009)
-    assert (await closed(replica, replica.sockets[0]))[0] == 1009
-
-
-async def test_text_that_is_no_utf8_closes_with_1007(stack: Stack) -> None:
-    (replica,) = await stack.serve(R0)
-    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
-        await ws._writer.send_frame(b"\xff\xfe", WSMsgType.TEXT)
-        message = await ws.receive(timeout=20)
-        assert (message.type, message.data) == (WSMsgType.CLOSE, 1007)
-    assert (await closed(replica, replica.sockets[0]))[0] == 1007
+        assert (message.type, message.data) == (WSMsgType.CLOSE, code)
+    assert (await closed(replica, replica.sockets[0]))[0] == code
     assert not replica.sockets[0].messages
-
-
-async def test_what_is_no_frame_closes_with_1002(stack: Stack) -> None:
-    (replica,) = await stack.serve(R0)
-    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
-        ws._writer.transport.write(b"\xff\xff\xff\xff")
-        message = await ws.receive(timeout=20)
-        assert (message.type, message.data) == (WSMsgType.CLOSE, 1002)
-    assert (await closed(replica, replica.sockets[0]))[0] == 1002
 
 
 async def test_the_replica_may_close_with_a_code_and_a_reason(stack: Stack) -> None:
@@ -196,18 +189,12 @@ async def test_a_bad_handshake_is_refused_before_anybody_is_asked(stack: Stack, 
 
 
 async def handshake(stack: Stack, request: bytes, *, answers: int = 1) -> tuple[int, bytes]:
-    host, port = stack.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
+    async with raw_connection(stack.url) as (reader, writer):
         writer.write(request)
         for _ in range(answers):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
             await reader.readexactly(length)
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
     return int(head.split()[1]), head
 
 
@@ -356,20 +343,6 @@ async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: 
         assert await ws.receive_str(timeout=20) == "after"
 
 
-class NoMetrics:
-    def count_response(self, status: int, seconds: float) -> None:
-        pass
-
-    def count_refused(self, reason: str) -> None:
-        pass
-
-    def turn(self) -> None:
-        pass
-
-    def write(self, occupancy: Occupancy) -> None:
-        pass
-
-
 SOCKET_APP = """
 from starlette.applications import Starlette
 from starlette.routing import WebSocketRoute
@@ -392,12 +365,8 @@ async def replica(server: NatsServer, tmp_path: Path) -> AsyncIterator[ReplicaPr
     (tmp_path / "socket_app.py").write_text(SOCKET_APP)
     order = start_order(server.url, R0, RunOrder(import_path="socket_app:app", app_dir=str(tmp_path)))
     goal = msgspec.structs.replace(order.goal, graceful_shutdown_timeout_s=30.0)
-    process = ReplicaProcess(msgspec.structs.replace(order, goal=goal), NoMetrics())
-    assert await asyncio.to_thread(process.start) is None
-    yield process
-    set_replica_context(None)
-    sys.modules.pop("socket_app", None)
-    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+    async with running_replica(msgspec.structs.replace(order, goal=goal), drains=False) as process:
+        yield process
 
 
 async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_lets_the_others_talk(
