@@ -21,6 +21,7 @@ import pytest
 
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import R0, R1, Stack
+from tests.support.stacks.raw_peers import raw_connection
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
@@ -57,12 +58,6 @@ class ProxyProcess:
         self.process.send_signal(number)
         _, log = await self.process.communicate()
         return log.decode()
-
-    async def end_unread(self) -> int:
-        """Stop reading what it writes, then send SIGTERM; its exit code."""
-        self.process._transport.get_pipe_transport(2).close()  # type: ignore[attr-defined]
-        self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 60)
 
     async def kill(self) -> None:
         if self.process.returncode is None:
@@ -180,7 +175,6 @@ async def test_a_proxy_told_to_stop_behind_a_second_one_loses_no_request(
         assert load.outcomes["connected elsewhere"] > 0
         assert proxies[0].process.returncode == 0
         assert "drain_timed_out" not in log
-        await stack.report(lambda report: report.proxy_id == "leaving" and report.leaving)
         last = [report for report in stack.reports if report.proxy_id == "leaving"][-1]
         assert last.leaving
     finally:
@@ -198,25 +192,24 @@ async def test_what_is_in_flight_in_a_proxy_told_to_stop_is_answered_and_idle_co
         await stack.report(
             lambda report: report.proxy_id == "leaving" and report.applied_snapshot_id >= stack.snapshot_id
         )
-        held, idle = [await asyncio.open_connection("127.0.0.1", proxy.port) for _ in range(2)]
-        held[1].write(b"GET /echo/hold HTTP/1.1\r\nHost: x\r\n\r\n")
-        await replica.wait(lambda: len(replica.held) == 1)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(proxy.end(signal.SIGTERM))
-            await stack.report(lambda report: report.proxy_id == "leaving" and report.leaving)
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection("127.0.0.1", proxy.port)
-            idle[1].write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
-            late = await asyncio.wait_for(idle[0].read(), 30)
-            assert late.startswith(b"HTTP/1.1 200")
-            assert b"Connection: close" in late
-            replica.release()
-            answer = await asyncio.wait_for(held[0].read(), 30)
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert answer.endswith(b"released")
+        url = f"127.0.0.1:{proxy.port}"
+        async with raw_connection(url) as (held, holding), raw_connection(url) as (idle, idling):
+            holding.write(b"GET /echo/hold HTTP/1.1\r\nHost: x\r\n\r\n")
+            await replica.wait(lambda: len(replica.held) == 1)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(proxy.end(signal.SIGTERM))
+                await stack.report(lambda report: report.proxy_id == "leaving" and report.leaving)
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection("127.0.0.1", proxy.port)
+                idling.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
+                late = await asyncio.wait_for(idle.read(), 30)
+                assert late.startswith(b"HTTP/1.1 200")
+                assert b"Connection: close" in late
+                replica.release()
+                answer = await asyncio.wait_for(held.read(), 30)
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert answer.endswith(b"released")
         assert proxy.process.returncode == 0
-        for _, writer in (held, idle):
-            writer.close()
     finally:
         await proxy.kill()
 
@@ -225,6 +218,8 @@ async def test_a_proxy_whose_log_nobody_reads_any_more_ends_all_the_same(server:
     proxy = ProxyProcess("leaving")
     try:
         await proxy.start(server)
-        await proxy.end_unread()
+        proxy.process._transport.get_pipe_transport(2).close()  # type: ignore[attr-defined]
+        proxy.process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(proxy.process.wait(), 60)
     finally:
         await proxy.kill()

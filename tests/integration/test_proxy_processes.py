@@ -21,18 +21,11 @@ from serve_common.protocol.reports import ProxyReport
 from serve_common.runtime.tasks import TaskOwner
 from tests.integration.test_proxy_leaving import Load
 from tests.support.servers.nats_server import NatsServer
-from tests.support.stacks.proxy_stack import R0, R1, Stack, running_stack
+from tests.support.stacks.proxy_stack import R0, R1, Stack
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 """Up to seven processes start here, one after the other on a machine that is busy."""
-
-
-@pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as stack:
-        await stack.serve(R0, R1)
-        yield stack
 
 
 class ProxyProcesses:
@@ -92,11 +85,6 @@ class ProxyProcesses:
                         return
                 await asyncio.sleep(0.05)
 
-    async def metrics(self) -> str:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.operations}/metrics") as answer:
-            assert answer.status == 200
-            return await answer.text()
-
     @property
     def pids(self) -> dict[int, int]:
         """By number, of their present lives."""
@@ -125,8 +113,10 @@ async def processes() -> AsyncIterator[ProxyProcesses]:
     await processes.close()
 
 
-async def until_gone(pids: list[int]) -> None:
-    await eventually(lambda: not any(map(_is_alive, pids)))
+async def fetch(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        assert answer.status == 200
+        return await answer.text()
 
 
 def _is_alive(pid: int) -> bool:
@@ -138,6 +128,7 @@ def _is_alive(pid: int) -> bool:
 async def test_each_process_is_a_proxy_of_its_own_behind_one_port_and_all_drain_together(
     server: NatsServer, stack: Stack, processes: ProxyProcesses
 ) -> None:
+    await stack.serve(R0, R1)
     await processes.serve(server)
     for number in (1, 2):
         report = await stack.report(lambda report, number=number: report.proxy_id == f"many-{number}")
@@ -152,7 +143,7 @@ async def test_each_process_is_a_proxy_of_its_own_behind_one_port_and_all_drain_
     page, counted = "", {}
     async with asyncio.timeout(30):
         while set(counted) != {"1", "2"}:  # one that does not answer in time is left out of the page
-            page = await processes.metrics()
+            page = await fetch(f"{processes.operations}/metrics")
             counted = dict(
                 re.findall(r'serve_proxy_requests_total\{process="(\d)",.*code="200".*\} ([\d.]+)', page)
             )
@@ -174,6 +165,7 @@ async def test_each_process_is_a_proxy_of_its_own_behind_one_port_and_all_drain_
 async def test_one_of_two_may_be_stopped_or_killed_and_none_outlives_the_parent(
     server: NatsServer, stack: Stack, processes: ProxyProcesses
 ) -> None:
+    await stack.serve(R0, R1)
     await processes.serve(server)
     load = Load([processes.port])
     async with asyncio.TaskGroup() as group:
@@ -206,7 +198,7 @@ async def test_one_of_two_may_be_stopped_or_killed_and_none_outlives_the_parent(
 
     pids = list(processes.pids.values())
     processes.process.kill()
-    await until_gone(pids)
+    await eventually(lambda: not any(map(_is_alive, pids)))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", processes.port))
@@ -229,48 +221,31 @@ async def test_a_port_on_which_others_listen_is_not_shared_with_them(
 # Where services say that they can be scraped: there is their page, and it says who they are.
 
 
-@pytest.fixture
-async def waiting_stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as waiting_stack:
-        await waiting_stack.create_bucket()
-        yield waiting_stack
-
-
-async def page(url: str) -> str:
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        assert answer.status == 200
-        return await answer.text()
-
-
-def all_shown(shown: str, names: set[str]) -> bool:
-    return all(f'proxy_id="{name}"' in shown for name in names)
-
-
-async def test_a_proxy_reports_the_address_of_its_page(waiting_stack: Stack) -> None:
-    report: ProxyReport = await waiting_stack.report(lambda report: report.metrics_url)
-    assert report.metrics_url == f"http://127.0.0.1:{waiting_stack.proxy.operations.port}/metrics"
-    assert 'serve_proxy_info{proxy_id="p1"} 1.0' in await page(report.metrics_url)
+async def test_a_proxy_reports_the_address_of_its_page(stack: Stack) -> None:
+    await stack.create_bucket()
+    report: ProxyReport = await stack.report(lambda report: report.metrics_url)
+    assert report.metrics_url == f"http://127.0.0.1:{stack.proxy.operations.port}/metrics"
+    assert 'serve_proxy_info{proxy_id="p1"} 1.0' in await fetch(report.metrics_url)
 
 
 async def test_proxies_of_one_parent_report_the_page_that_shows_them_all(
-    server: NatsServer, waiting_stack: Stack, monkeypatch: pytest.MonkeyPatch
+    server: NatsServer, stack: Stack, processes: ProxyProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await stack.create_bucket()
     # On all addresses, so that each of them has to find out under which one NATS knows it.
     monkeypatch.setenv("MUSTER_OPS_HOST", "0.0.0.0")
-    processes = ProxyProcesses()
-    try:
-        await processes.start(server)
-        [line] = await processes.until_logged("proxy_processes_run")
-        names = set()
-        while len(names) < 2:
-            report = await waiting_stack.report(
-                lambda report: report.proxy_id not in {"p1", *names} and report.metrics_url
-            )
-            assert report.metrics_url == f"http://127.0.0.1:{line['operations_port']}/metrics"
-            names.add(report.proxy_id)
-        async with asyncio.timeout(30):
-            # Of a process that does not answer its parent in time the page shows nothing.
-            while not all_shown(await page(report.metrics_url), names):  # noqa: ASYNC110 - a page tells nobody
-                await asyncio.sleep(0.05)
-    finally:
-        await processes.close()
+    await processes.start(server)
+    [line] = await processes.until_logged("proxy_processes_run")
+    names: set[str] = set()
+    while len(names) < 2:
+        report = await stack.report(
+            lambda report: report.proxy_id not in {"p1", *names} and report.metrics_url
+        )
+        assert report.metrics_url == f"http://127.0.0.1:{line['operations_port']}/metrics"
+        names.add(report.proxy_id)
+    async with asyncio.timeout(30):
+        shown = ""
+        # Of a process that does not answer its parent in time the page shows nothing.
+        while not all(f'proxy_id="{name}"' in shown for name in names):
+            await asyncio.sleep(0.05)
+            shown = await fetch(report.metrics_url)

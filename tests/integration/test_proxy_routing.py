@@ -18,7 +18,7 @@ from serve_common.protocol.reports import Wake
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
 from serve_common.protocol.subjects import backend_key
 from tests.support.servers.nats_server import NatsServer, until_known
-from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
+from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack
 from tests.support.waiting import eventually
 
 R2 = f"{TAG}#2"
@@ -284,14 +284,9 @@ class Wakes:
 
 
 @pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with running_stack(server) as stack:
-        await stack.serve(can_wake=True)
-        yield stack
-
-
-@pytest.fixture
 async def wakes(stack: Stack) -> Wakes:
+    """Heard of a backend that sleeps."""
+    await stack.serve(can_wake=True)
     wakes = Wakes()
     await stack.client.subscribe(stack.subjects.wakes, cb=wakes.hear)
     await until_known(stack.client)

@@ -145,18 +145,6 @@ async def test_every_way_through_the_proxy_is_traced(stack: Stack, receiver: Otl
     assert "secret" not in re.sub("/echo/secret-free", "", repr(spans))
 
 
-async def test_a_websocket_and_its_refusal_are_traced(stack: Stack, receiver: OtlpReceiver) -> None:
-    await stack.serve(R0)
-    trace_id, headers = parent()
-    async with stack.session.ws_connect(stack.url + "/echo/ws", headers=headers) as socket:
-        await socket.send_str("a")
-        await socket.receive()
-    proxy, attempt = await spans_of(receiver, trace_id, 2)
-    assert proxy.attributes["http.response.status_code"] == 101
-    assert attempt.attributes["http.response.status_code"] == 101
-    assert proxy.error is None
-
-
 async def test_failures_have_their_status_and_reason(stack: Stack, receiver: OtlpReceiver) -> None:
     await stack.serve(R0)
     trace_id, headers = parent()

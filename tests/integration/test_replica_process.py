@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
 from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.options import BusOptions
@@ -30,11 +29,11 @@ from serve_common.protocol.frames import (
 )
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.request_context import current_replica, set_replica_context
-from serve_common.runtime.settings import BusSettings
-from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
+from serve_common.runtime.request_context import current_replica
+from serve_replica_host.replica.process import ReplicaProcess
 from tests.support.servers.nats_server import NatsServer
+from tests.support.stacks.bare_runner import RunOrder, start_order
+from tests.support.stacks.raw_peers import running_replica
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -92,20 +91,6 @@ class App:
 """
 
 
-class NoMetrics:
-    def count_response(self, status: int, seconds: float) -> None:
-        pass
-
-    def count_refused(self, reason: str) -> None:
-        pass
-
-    def turn(self) -> None:
-        pass
-
-    def write(self, occupancy: Occupancy) -> None:
-        pass
-
-
 class Driver:
     """A router, and who made the replica."""
 
@@ -121,46 +106,35 @@ class Driver:
         tag = SUBJECTS.parse_models_replica(subject.decode())
         self.models.put_nowait((tag, msgspec.msgpack.decode(payload, type=list[str])))
 
-    async def block_loop(self) -> tuple[Head, bytes]:
-        """Ask for something that keeps the user's loop from everything else until the app's ``GO`` is set."""
-        return await self.call(kind=RequestKind.CALL, method_name="block_until_told")
-
-    def send_call(self, body: bytes, *, method_name: str) -> None:
-        """Ask, and do not care for the answer."""
-        head = RequestHead(
-            RequestKind.CALL,
-            "",
-            "",
-            "",
-            "",
-            [],
-            DEADLINE_S,
-            len(body),
-            "default/app",
-            "r8",
-            call=CallHead(method_name),
-        )
-        _, reply = self.inbox.new_reply(lambda *_: None, lambda: None)
-        self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
-
     async def ask_again_and_again(self, number: int) -> int:
         """How many answers were as they must be."""
         right = 0
         for turn in range(60):
             size_bytes = (0, 10, 5_000, 100_000)[(number + turn) % 4]
             argument = msgspec.json.encode("x" * size_bytes)
-            _, body = await self.call(argument, kind=RequestKind.CALL, method_name="plain")
+            _, body = await self.call(argument, method_name="plain")
             right += msgspec.json.decode(body)["argument"] == "x" * size_bytes
         return right
 
-    async def call(
+    def send(
         self,
         body: bytes = b"",
         *,
-        kind: RequestKind = RequestKind.HTTP,
         method_name: str = "",
         model_id: str = "",
-    ) -> tuple[Head, bytes]:
+        take: Callable[[bytes, bytes, bytes | None], None] = lambda *_: None,
+    ) -> bytes:
+        """Ask: by HTTP, or for a method. Returned is the token of the reply, which ``take`` is told."""
+        token, reply = self.inbox.new_reply(take, lambda: None)
+        kind = RequestKind.CALL if method_name else RequestKind.HTTP
+        head = RequestHead(
+            kind, "POST", "/app", "/app", "", [], DEADLINE_S, len(body), "default/app", "r7", traceparent="00-x",
+            call=CallHead(method_name=method_name, model_id=model_id),
+        )  # fmt: skip
+        self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
+        return token
+
+    async def call(self, body: bytes = b"", **options: str) -> tuple[Head, bytes]:
         frames: asyncio.Queue[tuple[Head, bytes]] = asyncio.Queue()
 
         def take(payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
@@ -168,12 +142,7 @@ class Driver:
             if not isinstance(head, CreditHead):
                 frames.put_nowait((head, bytes(data)))
 
-        token, reply = self.inbox.new_reply(take, lambda: None)
-        head = RequestHead(
-            kind, "POST", "/app", "/app", "", [], DEADLINE_S, len(body), "default/app", "r7", traceparent="00-x",
-            call=CallHead(method_name=method_name, model_id=model_id),
-        )  # fmt: skip
-        self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
+        token = self.send(body, take=take, **options)
         try:
             return await asyncio.wait_for(frames.get(), DEADLINE_S)
         finally:
@@ -187,47 +156,25 @@ async def driver(
     # What is told at once is not told by the way, and nothing is told twice.
     monkeypatch.setattr("serve_replica_host.replica.process.MODELS_INTERVAL_S", 3600.0)
     (tmp_path / "process_app.py").write_text(APP)
-    goal = ReplicaGoal(
-        replica_tag=TAG,
-        backend_tag=BACKEND,
-        replica_config=ReplicaConfig(import_path="process_app:App"),
-        config_version=1,
-        max_concurrent_queries=4,
-        graceful_shutdown_timeout_s=1.0,
-        health_check_period_s=1.0,
-        health_check_timeout_s=1.0,
-        start_timeout_s=1.0,
-        code_version=3,
-        peer_versions={BackendTag("default/other"): 2},
-    )
-    bus = BusSettings(
-        servers=[shared_server.url],
-        user="",
-        password="",
-        inbox_prefix="_INBOX_replica",
-        subject_prefix="serve",
-    )
-    process = ReplicaProcess(StartReplicaRequest(goal=goal, bus=bus, app_dir=str(tmp_path)), NoMetrics())
+    code = RunOrder(import_path="process_app:App", app_dir=str(tmp_path), max_concurrent_queries=4)
+    order = start_order(shared_server.url, TAG, code)
+    goal = msgspec.structs.replace(order.goal, code_version=3, peer_versions={BackendTag("default/other"): 2})
     connection = BusConnection(
         BusOptions(servers=[shared_server.url], inbox_prefix="_INBOX_proxy"), random.SystemRandom()
     )
     try:
-        assert await asyncio.to_thread(process.start) is None
-        await connection.connect(timeout_s=30)
-        driver = Driver(process, goal, connection)
-        await connection.flush(30)
-        yield driver
+        async with running_replica(msgspec.structs.replace(order, goal=goal)) as process:
+            await connection.connect(timeout_s=30)
+            driver = Driver(process, goal, connection)
+            await connection.flush(30)
+            yield driver
     finally:
-        await asyncio.to_thread(process.drain)
         await connection.close()
-        set_replica_context(None)
-        sys.modules.pop("process_app", None)
-        sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
 
 
 async def test_code_knows_its_replica_from_its_import_on_and_each_request_it_works_on(driver: Driver) -> None:
     head, body = await driver.call(model_id="m1")
-    plain, plain_body = await driver.call(b"[1]", kind=RequestKind.CALL, method_name="plain")
+    plain, plain_body = await driver.call(b"[1]", method_name="plain")
 
     assert isinstance(head, ResponseHead)
     told: dict[str, Any] = msgspec.json.decode(body)
@@ -264,24 +211,24 @@ async def test_a_reconfigure_renews_the_companions(driver: Driver) -> None:
 async def test_only_public_methods_can_be_called_and_the_error_names_them(
     driver: Driver, name: str, message: str
 ) -> None:
-    head, _ = await driver.call(kind=RequestKind.CALL, method_name=name)
+    head, _ = await driver.call(method_name=name)
 
     assert isinstance(head, ErrorHead)
     assert (head.status, head.message) == (400, message)
 
 
 async def test_the_models_that_a_replica_holds_are_told_at_once(driver: Driver) -> None:
-    await driver.call(b'["a","b"]', kind=RequestKind.CALL, method_name="hold")
+    await driver.call(b'["a","b"]', method_name="hold")
     assert await asyncio.wait_for(driver.models.get(), 20) == (TAG, ["a", "b"])
 
-    await driver.call(b"[]", kind=RequestKind.CALL, method_name="hold")
+    await driver.call(b"[]", method_name="hold")
     assert await asyncio.wait_for(driver.models.get(), 20) == (TAG, [])
     assert current_replica() is not None
 
 
 async def test_what_comes_while_user_code_blocks_its_loop_is_heard_at_once(driver: Driver) -> None:
     async with asyncio.TaskGroup() as tasks:
-        blocking = [tasks.create_task(driver.block_loop()) for _ in range(4)]
+        blocking = [tasks.create_task(driver.call(method_name="block_until_told")) for _ in range(4)]
         await asyncio.sleep(0)  # they are sent before what follows
         refused, _ = await driver.call()
         assert not any(task.done() for task in blocking), "it was read although the user's loop is blocked"
@@ -298,7 +245,7 @@ async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
 ) -> None:
     for _ in range(2):
         reconnects = driver.connection.reconnects
-        driver.send_call(b"0.5", method_name="block")
+        driver.send(b"0.5", method_name="block")
         await asyncio.sleep(0.1)
         await asyncio.to_thread(shared_server.kill)
         await asyncio.to_thread(shared_server.start)

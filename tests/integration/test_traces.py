@@ -243,7 +243,9 @@ async def test_a_websocket_is_traced_while_it_lasts(client: Client) -> None:
         assert await socket.receive_str() == "a"
         assert trace_id not in {span.trace_id for span in client.receiver.spans}
     assert await client.tree(trace_id, 4) == through("/pages", PAGES, ["user code __call__"])
-    assert (await client.spans(trace_id, 4))[0].attributes["http.response.status_code"] == 101
+    spans = await client.spans(trace_id, 4)
+    assert [span.attributes["http.response.status_code"] for span in spans[:2]] == [101, 101]
+    assert spans[0].error is None
 
 
 async def test_a_call_that_nobody_has_decided_about_begins_its_trace_in_the_replica(
