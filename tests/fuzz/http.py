@@ -214,24 +214,19 @@ class World:
 async def running_world() -> AsyncIterator[World]:
     """Everything up; at its end nothing may be left."""
     root = str(ROOT)
-    with tempfile.TemporaryDirectory() as directory:
-        server = NatsServer(Path(directory))
-        server.start()
-        try:
-            order = RunOrder(import_path="tests.fuzz.echo_app:app", app_dir=root, max_concurrent_queries=1000)
-            replica = ReplicaProcess(start_order(server.url, R0, order), NoMetrics())
-            error = await asyncio.to_thread(replica.start)
-            assert error is None, error
-            async with running_stack(server) as stack:
-                await stack.serve()
-                await stack.put_endpoint(methods=METHODS)
-                await stack.applied(await stack.put_backend(R0, limit=1000))
-                yield World(stack)
-                assert not stack.proxy._ingress.routes.routers[BackendTag(TAG)].in_flight
-            await asyncio.to_thread(replica.drain)
-            set_replica_context(None)
-        finally:
-            server.close()
+    with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory)) as server:
+        order = RunOrder(import_path="tests.fuzz.echo_app:app", app_dir=root, max_concurrent_queries=1000)
+        replica = ReplicaProcess(start_order(server.url, R0, order), NoMetrics())
+        error = await asyncio.to_thread(replica.start)
+        assert error is None, error
+        async with running_stack(server) as stack:
+            await stack.serve()
+            await stack.put_endpoint(methods=METHODS)
+            await stack.applied(await stack.put_backend(R0, limit=1000))
+            yield World(stack)
+            assert not stack.proxy._ingress.routes.routers[BackendTag(TAG)].in_flight
+        await asyncio.to_thread(replica.drain)
+        set_replica_context(None)
 
 
 async def fuzz(seed: int, first: int, count: int) -> World:

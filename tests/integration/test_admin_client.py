@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sysconfig
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -23,24 +20,22 @@ from nats.micro.service import ServiceConfig
 from muster.client import Stack, StackAddress, connect_stack
 from muster.secrets import Secrets, generate
 from serve_common.api.commands import ChangeReply, Deploy
-from serve_common.api.queries import GetDeploymentInfo, GetStatus
+from serve_common.api.queries import GetStatus
 from serve_common.api.verbs import ErrorView
-from serve_common.api.views import GoalStatus, GoalView
 from serve_common.config.backend import BackendConfig
 from serve_common.config.replica import ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
     BusUnavailable,
-    NotFound,
     TransientError,
     UserCodeRaised,
 )
 from serve_common.names import EndpointTag, GoalId
 from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
 from tests.support.identities import lay_out_nats
+from tests.support.servers import nats_server
 from tests.support.servers.nats_server import until_known
-from tests.support.servers.reserved_port import HeldPort
 
 SUBJECTS = Subjects()
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
@@ -48,49 +43,17 @@ NEVER_S = 3600.0
 """A time-out that would be noticed."""
 
 
-class NatsServer:
-    """A nats-server of one test's own that can be killed and started again on its port."""
+class NatsServer(nats_server.NatsServer):
+    """A nats-server of one test's own with the plain users of deploy/nats."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
         self.secrets: Secrets = generate(directory / "secrets", plain=True)
-        lay_out_nats(directory, self.secrets, plain=True)
-        self._held_port = HeldPort()
-        self.port = self._held_port.port
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-        place = ["-c", self._directory / "nats.conf", "--store_dir", self._directory / "js"]
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [binary, *place, "--addr", "127.0.0.1", "--port", str(self.port)], stdout=log, stderr=log
-            )
-
-    def wait_until_ready(self) -> None:
-        give_up_at = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < give_up_at, (self._directory / "log").read_text()
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def close(self) -> None:
-        """For good."""
-        self.kill()
-        self._held_port.release()
+        config = lay_out_nats(directory, self.secrets, plain=True)
+        super().__init__(directory, config=config.read_text())
 
     def address(self, user: str = "admin", password: str | None = None) -> StackAddress:
         return StackAddress(
-            urls=(f"nats://127.0.0.1:{self.port}",),
+            urls=(self.url,),
             user=user,
             password=password or self.secrets.read(f"nats_{user}"),
         )
@@ -98,13 +61,8 @@ class NatsServer:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    try:
-        server.wait_until_ready()
+    with NatsServer(tmp_path) as server:
         yield server
-    finally:
-        server.close()
 
 
 def reach(
@@ -116,7 +74,7 @@ def reach(
 @asynccontextmanager
 async def connected(server: NatsServer, role: str) -> AsyncIterator[Client]:
     client = await nats.connect(
-        f"nats://127.0.0.1:{server.port}",
+        server.url,
         user=role,
         password=server.secrets.read(f"nats_{role}"),
         inbox_prefix=f"_INBOX_{role}".encode(),
@@ -128,55 +86,24 @@ async def connected(server: NatsServer, role: str) -> AsyncIterator[Client]:
 
 
 @asynccontextmanager
-async def controller(server: NatsServer, **answers: Callable[[bytes], object]) -> AsyncIterator[None]:
-    """Answers verbs as a controller does; an `ErrorView` becomes an error reply."""
+async def controller(server: NatsServer, reply: ChangeReply) -> AsyncIterator[None]:
+    """Answers each deploy as a controller does."""
     async with connected(server, "controller") as client:
         service = await nats.micro.add_service(client, ServiceConfig(name=ADMIN_SERVICE, version="0.0.1"))
         group = service.add_group(name=SUBJECTS.admin_group, queue_group="controllers")
 
-        def handler(answer: Callable[[bytes], object]) -> Callable[[Request], object]:
-            async def handle(request: Request) -> None:
-                value = answer(request.data)
-                body = msgspec.json.encode(value)
-                if isinstance(value, ErrorView):
-                    await request.respond_error("400", "short", data=body)
-                else:
-                    await request.respond(body)
+        async def handle(request: Request) -> None:
+            await request.respond(msgspec.json.encode(reply))
 
-            return handle
-
-        for verb, answer in answers.items():
-            await group.add_endpoint(name=verb, handler=handler(answer))
+        await group.add_endpoint(name="deploy", handler=handle)
         await until_known(client)
         yield
-
-
-async def test_values_and_errors_travel_through_a_real_micro_service(server: NatsServer) -> None:
-    done = GoalView(goal_id=GoalId("goal-1"), status=GoalStatus.SUCCEEDED)
-    refusal = ErrorView(code="not_found", message="name: there is no deployment 'x'\nsecond line")
-    async with (
-        controller(
-            server,
-            deploy=lambda body: ChangeReply(
-                goal_id=GoalId(msgspec.json.decode(body, type=Deploy).request_id or "none"), updating=True
-            ),
-            wait_for_goal=lambda _body: done,
-            get_deployment_info=lambda _body: refusal,
-        ),
-        reach(server) as stack,
-    ):
-        reply = await stack.admin.call(msgspec.structs.replace(DEPLOY, request_id="mine"))
-        assert reply == ChangeReply(goal_id=GoalId("mine"), updating=True)
-        assert await stack.admin.wait_for_goal(GoalId("goal-1"), deadline_s=5) == done
-        with pytest.raises(NotFound) as caught:
-            await stack.admin.call(GetDeploymentInfo(name="x"))
-        assert str(caught.value) == refusal.message
 
 
 async def test_no_controller_is_known_at_once_and_said_with_the_address(server: NatsServer) -> None:
     async with reach(server, retry_for_s=0.1) as stack:
         # Not after a time-out: this one would never come.
-        with pytest.raises(TransientError, match=f"no controller answers at nats://127.0.0.1:{server.port}"):
+        with pytest.raises(TransientError, match=f"no controller answers at {server.url}"):
             await stack.admin.call(GetStatus(), attempt_s=NEVER_S)
         stack.caller._retry_for_s = 0.1
         with pytest.raises(TransientError, match="no proxy answers calls"):
@@ -195,9 +122,8 @@ async def test_a_deploy_survives_the_death_of_nats_and_a_controller_that_comes_l
         server.kill()
         while "127.0.0.1" not in (said := await troubles.get()) or "no controller" in said:
             pass
-        server.start()
-        await asyncio.to_thread(server.wait_until_ready)
-        async with controller(server, deploy=lambda _body: reply):
+        await asyncio.to_thread(server.start)
+        async with controller(server, reply):
             await is_answered.wait()
 
     is_answered = asyncio.Event()
@@ -239,14 +165,12 @@ async def test_a_wrong_password_is_told_as_such(server: NatsServer) -> None:
         async with connect_stack(server.address(password="wrong-password"), connect_within_s=3600):
             pass
     with pytest.raises(BusAuthorizationFailed, match="without a password"):
-        async with connect_stack(
-            StackAddress(urls=(f"nats://127.0.0.1:{server.port}",)), connect_within_s=3600
-        ):
+        async with connect_stack(StackAddress(urls=(server.url,)), connect_within_s=3600):
             pass
 
 
 async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
-    async with controller(server, deploy=lambda _body: ChangeReply(goal_id=GoalId("g"), updating=True)):
+    async with controller(server, ChangeReply(goal_id=GoalId("g"), updating=True)):
         with pytest.raises(BusAuthorizationFailed, match="does not allow the user 'proxy'"):
             async with reach(server, "proxy", retry_for_s=0.1) as stack:
                 await stack.admin.call(DEPLOY, attempt_s=NEVER_S)
@@ -255,7 +179,7 @@ async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
 async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path: Path) -> None:
     server = NatsServer(tmp_path)
     begun = time.monotonic()
-    with pytest.raises(BusUnavailable, match=f"NATS at nats://127.0.0.1:{server.port} does not answer"):
+    with pytest.raises(BusUnavailable, match=f"NATS at {server.url} does not answer"):
         async with connect_stack(server.address(), connect_within_s=0.3):
             pass
     server.close()

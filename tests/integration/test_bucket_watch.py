@@ -63,11 +63,8 @@ accounts {{
 
 @pytest.fixture(params=[ONE_ACCOUNT, TWO_ACCOUNTS], ids=["one_account", "two_accounts"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path, config=request.param)
-    server.start()
-    yield server
-    if server.process is not None:
-        server.kill()
+    with NatsServer(tmp_path, config=request.param) as server:
+        yield server
 
 
 async def connected(server: NatsServer, user: str, **callbacks: Callable[[], None]) -> Client:

@@ -10,9 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from serve_common.nats.options import (
     PayloadTooLarge,
 )
 from serve_common.nats.protocol import MessageCallback, encode_headers, parse_headers
+from tests.support.servers import nats_server
 from tests.support.servers.reserved_port import HeldPort
 from tests.support.waiting import eventually
 
@@ -56,64 +55,42 @@ def on_each_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None
     return test
 
 
-class NatsServer:
-    """One nats-server process that can be killed, frozen and started again on its port."""
+class NatsServer(nats_server.NatsServer):
+    """One with a user, whose password and permissions may change while it runs."""
 
     def __init__(self, directory: Path, extra: str = "") -> None:
-        self._held_port = HeldPort()
-        self.port = self._held_port.port
+        super().__init__(directory)
         self.password = "app-secret"
         self.allowed = "t.>"
-        self._config = directory / f"nats-{self.port}.conf"
-        self._log = directory / f"nats-{self.port}.log"
-        self._extra = extra
-        self._process: subprocess.Popen[bytes] | None = None
+        self.extra = extra
+        """Of the configuration."""
 
-    @property
-    def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+    def start(self) -> None:
+        self._configure()
+        super().start()
+
+    def reload(self) -> None:
+        """Let the running server read its configuration, password and permissions included, again."""
+        self._configure()
+        (self.directory / "nats.conf").write_text(self._config)
+        self.send(signal.SIGHUP)
 
     def _configure(self) -> None:
         subjects = f'["{self.allowed}", "_INBOX_app.>"]'
         permissions = f"{{ publish: {subjects}, subscribe: {subjects} }}"
         users = f'users: [{{ user: app, password: "{self.password}", permissions: {permissions} }}]'
         # Who connects may stand still before it says who it is.
-        authorization = f"authorization {{ timeout: {_LIMIT_S:g}, {users} }}"
-        self._config.write_text(f'listen: "127.0.0.1:{self.port}"\n{authorization}\n{self._extra}\n')
-
-    def reload(self) -> None:
-        """Let the running server read its configuration, password and permissions included, again."""
-        self._configure()
-        self.send(signal.SIGHUP)
-
-    def start(self) -> None:
-        self._configure()
-        executable = shutil.which("nats-server", path=Path(sys.executable).parent)
-        assert executable, "nats-server belongs to the locked packages"
-        self._process = subprocess.Popen([executable, "-c", self._config, "-l", self._log, "-P", ""])
-
-    async def logs(self, text: str) -> None:
-        """Until its log has this somewhere."""
-        while text not in self._log.read_text():  # noqa: ASYNC110 - a file tells nobody
-            await asyncio.sleep(0.01)
+        self._config = f"authorization {{ timeout: {_LIMIT_S:g}, {users} }}\n{self.extra}\n"
 
     def send(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        assert self.process is not None
+        self.process.send_signal(number)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
+    with NatsServer(tmp_path) as server:
+        yield server
 
 
 def _options(server: NatsServer, **changes: object) -> BusOptions:
@@ -368,65 +345,13 @@ async def test_what_a_listener_publishes_on_reconnect_follows_the_subscriptions(
 
 
 @on_each_loop
-async def test_an_ended_subscription_does_not_come_back_after_a_reconnect(server: NatsServer) -> None:
-    async with connected(server) as connection:
-        heard, control = Collector(), Collector()
-        subscription = connection.subscribe("t.a", heard)
-        connection.subscribe("t.a", control)
-        subscription.unsubscribe()
-        subscription.unsubscribe()
-        back = _next_call(connection.on_connected)
-        server.kill()
-        server.start()
-        await back
-        connection.publish("t.a", b"1")
-        await control.until(1)
-        await connection.flush(5)
-        assert heard.messages == []
-
-
-@on_each_loop
-async def test_a_wrong_password_fails_connect_at_once(server: NatsServer) -> None:
-    async with connected(server):
-        pass
-    connection = BusConnection(_options(server, password="guess"), random.Random(0))
-    with pytest.raises(BusAuthorizationFailed, match="Authorization Violation"):
-        await connection.connect(60)
-    assert not connection.is_connected
-    await connection.close()
-
-
-@on_each_loop
-async def test_an_anonymous_connection_is_refused(server: NatsServer) -> None:
-    async with connected(server):
-        pass
-    connection = BusConnection(_options(server, user=None, password=None), random.Random(0))
-    with pytest.raises(BusAuthorizationFailed):
-        await connection.connect(60)
-
-
-@on_each_loop
-async def test_credentials_that_are_refused_on_a_reconnect_are_tried_again_until_they_work(
-    server: NatsServer,
-) -> None:
-    async with connected(server) as connection:
-        lost = _next_call(connection.on_disconnected)
-        back = _next_call(connection.on_connected)
-        with capture_logs() as logs:
-            server.kill()
-            await lost
-            server.password = "changed"
-            server.start()
-            async with connected(server, password="changed"):
-                pass
-            await server.logs("authentication error")
-            assert not connection.is_connected
-            server.kill()
-            server.password = "app-secret"
-            server.start()
-            await back
-        assert connection.reconnects == 1
-        assert {line["event"] for line in logs} >= {"bus_disconnected", "bus_dial_failed", "bus_connected"}
+async def test_a_wrong_password_and_none_fail_connect_at_once(server: NatsServer) -> None:
+    for changes in ({"password": "guess"}, {"user": None, "password": None}):
+        connection = BusConnection(_options(server, **changes), random.Random(0))
+        with pytest.raises(BusAuthorizationFailed, match="Authorization Violation"):
+            await connection.connect(60)
+        assert not connection.is_connected
+        await connection.close()
 
 
 async def test_connecting_to_nobody_fails_when_the_time_is_over_and_names_the_reason() -> None:
@@ -597,11 +522,7 @@ async def test_a_writer_that_waits_is_woken_by_the_loss_of_the_connection(server
 
 @on_each_loop
 async def test_a_lame_duck_is_left_for_another_server(server: NatsServer, tmp_path: Path) -> None:
-    other = NatsServer(tmp_path)
-    other.start()
-    try:
-        async with connected(server):
-            pass
+    with NatsServer(tmp_path / "other") as other:
         # The first of them is the one that leaves, however slow it is.
         both = {"servers": [server.url, other.url], "connect_timeout_s": _LIMIT_S}
         async with connected(server, **both) as connection, connected(other) as peer:
@@ -613,8 +534,6 @@ async def test_a_lame_duck_is_left_for_another_server(server: NatsServer, tmp_pa
             await connection.flush(5)
             peer.publish("t.a", b"hello from the other")
             await heard.until(1)
-    finally:
-        other.kill()
 
 
 @on_each_loop
@@ -671,29 +590,14 @@ async def test_a_peer_that_does_not_speak_nats_is_named_as_such() -> None:
 @on_each_loop
 async def test_credentials_are_not_sent_in_the_clear_where_tls_was_asked_for(server: NatsServer) -> None:
     url = server.url.replace("nats:", "tls:")
-    async with connected(server):
-        pass
     await _is_refused(_options(server, servers=[url], **_ONE_TRY), "the server does not offer TLS")
 
 
 def _self_signed_certificate(directory: Path) -> tuple[Path, Path]:
     certificate, key = directory / "cert.pem", directory / "key.pem"
-    request = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
+    request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     where = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-    subprocess.run([*request, *where], check=True, capture_output=True)
+    subprocess.run([*request.split(), *where], check=True, capture_output=True)
     return certificate, key
 
 
@@ -706,10 +610,8 @@ def _tls(certificate: Path, key: Path, more: str = "") -> str:
 @on_each_loop
 async def test_a_tls_server_is_spoken_to_when_its_authority_is_trusted(tmp_path: Path) -> None:
     certificate, key = _self_signed_certificate(tmp_path)
-    server = NatsServer(tmp_path, _tls(certificate, key))
-    server.start()
-    secure_url = server.url.replace("nats:", "tls:")
-    try:
+    with NatsServer(tmp_path, _tls(certificate, key)) as server:
+        secure_url = server.url.replace("nats:", "tls:")
         async with connected(server, servers=[secure_url], tls_ca_file=str(certificate)) as connection:
             heard = Collector()
             connection.subscribe("t.a", heard)
@@ -719,8 +621,6 @@ async def test_a_tls_server_is_spoken_to_when_its_authority_is_trusted(tmp_path:
             assert heard.payloads == [large]
         await _is_refused(_options(server, servers=[secure_url], **_ONE_TRY), "certificate")
         await _is_refused(_options(server, **_ONE_TRY), "requires TLS")
-    finally:
-        server.kill()
 
 
 # A bus connection that logs in anew while messages go both ways: none is lost, doubled or overtaken.
@@ -728,29 +628,12 @@ async def test_a_tls_server_is_spoken_to_when_its_authority_is_trusted(tmp_path:
 _RENEWALS = 30
 
 
-@asynccontextmanager
-async def connected_plainly(server: NatsServer, *, is_shared: bool = False) -> AsyncIterator[BusConnection]:
-    options = BusOptions(
-        servers=[server.url],
-        user="app",
-        password="app-secret",
-        inbox_prefix="_INBOX_app",
-        is_shared=is_shared,
-    )
-    connection = BusConnection(options, random.Random(0))
-    await connection.connect(_LIMIT_S)
-    try:
-        yield connection
-    finally:
-        await connection.close()
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_renewals_lose_double_and_reorder_nothing(server: NatsServer, *, is_shared: bool) -> None:
     """Two peers count towards each other as fast as they can, in bursts, while one of them renews."""
     heard_here: list[int] = []
     heard_there: list[int] = []
-    async with connected_plainly(server, is_shared=is_shared) as here, connected_plainly(server) as there:
+    async with connected(server, is_shared=is_shared) as here, connected(server) as there:
         here.subscribe("t.here.>", lambda _s, _r, payload, _h: heard_here.append(int(payload)))
         here.subscribe("t.queue", lambda _s, _r, payload, _h: heard_here.append(int(payload)), queue="group")
         there.subscribe("t.there", lambda _s, _r, payload, _h: heard_there.append(int(payload)))
@@ -795,7 +678,7 @@ async def test_renewals_lose_double_and_reorder_nothing(server: NatsServer, *, i
 
 async def test_what_is_subscribed_meanwhile_is_heard_and_what_was_ended_is_not(server: NatsServer) -> None:
     heard: list[bytes] = []
-    async with connected_plainly(server) as here, connected_plainly(server) as there:
+    async with connected(server) as here, connected(server) as there:
         ended = here.subscribe("t.ended", lambda _s, _r, payload, _h: heard.append(payload))
         async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(here.renew())
@@ -812,7 +695,7 @@ async def test_what_is_subscribed_meanwhile_is_heard_and_what_was_ended_is_not(s
 
 
 async def test_a_renewal_that_is_refused_leaves_the_old_link_in_use(server: NatsServer) -> None:
-    async with connected_plainly(server) as here:
+    async with connected(server) as here:
         heard = asyncio.Event()
         here.subscribe("t.x", lambda *_: heard.set())
         await here.flush(_LIMIT_S)

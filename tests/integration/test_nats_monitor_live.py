@@ -55,10 +55,8 @@ async def plane(shared_server: NatsServer, postgres_server: PostgresServer) -> A
 @pytest.fixture
 def monitored(tmp_path: Path) -> Iterator[MonitoredServer]:
     monitored = MonitoredServer(tmp_path)
-    monitored.server.start()
-    yield monitored
-    if monitored.server.process is not None:
-        monitored.server.kill()
+    with monitored.server:
+        yield monitored
 
 
 async def shown_by(controller: ControllerProcess) -> dict[str, float]:

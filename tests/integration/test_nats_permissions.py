@@ -8,11 +8,7 @@ import base64
 import contextlib
 import json
 import socket
-import subprocess
-import sysconfig
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import nats
@@ -46,7 +42,7 @@ from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subject
 from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import EventStream, bucket_config, recent_events
 from tests.support.identities import NAMES, bus_settings, lay_out_nats, signing_key
-from tests.support.servers.nats_server import until_known
+from tests.support.servers.nats_server import NatsServer, until_known
 from tests.support.waiting import eventually
 
 SUBJECTS = Subjects()
@@ -65,6 +61,7 @@ EVENT = SUBJECTS.event("goal", "g7")
 WAKE = SUBJECTS.wake(BackendTag("shop/digits"))
 LOGGING = ("controller", "proxy", "host", "replica")
 ROLES = ("controller", "proxy", "host", "replica", "client", "admin")
+ALL_BUT_CONTROLLER = ROLES[1:]
 NAMES_HERE = {**NAMES, Role.REPLICA: tokens(REPLICA_TAG)}
 PROCESS_OF = {"controller": "c1", "proxy": "proxy-1", "host": "host-1", "replica": REPLICA_TAG}
 """Of each kind that logs: the one that the tests come as."""
@@ -141,34 +138,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     is_plain = request.param == "plain"
     directory = tmp_path_factory.mktemp("nats")
     secrets = generate(directory / "secrets", plain=is_plain)
-    config = lay_out_nats(directory, secrets, plain=is_plain)
-    binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-    arguments = [
-        "-c",
-        config,
-        "--addr",
-        "127.0.0.1",
-        "--port",
-        "-1",
-        "--store_dir",
-        directory / "js",
-    ]
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [binary, *arguments, "--ports_file_dir", directory], stderr=log, stdout=log
-        )
-    try:
-        ports_file = directory / f"nats-server_{process.pid}.ports"
-        give_up_at = time.monotonic() + 30
-        while not ports_file.exists() or not ports_file.read_text():
-            assert process.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < give_up_at, (directory / "log").read_text()
-            time.sleep(0.01)  # the server has no other way to tell its port
-        url = json.loads(ports_file.read_text())["nats"][0]
-        yield Server(int(url.rpartition(":")[2]), secrets, is_plain=is_plain)
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
+    config = lay_out_nats(directory, secrets, plain=is_plain).read_text()
+    with NatsServer(directory, config=config) as server:
+        yield Server(server.port, secrets, is_plain=is_plain)
 
 
 @pytest.fixture
@@ -258,11 +230,11 @@ DENIED = [
     # only the admin commands
     *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client")),
     # only the controller hears them
-    *((role, "SUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", SUBJECTS.admin("deploy")) for role in ALL_BUT_CONTROLLER),
     # only the controller writes snapshots, tells hosts their goals and says who leads
-    *((role, "PUB", KEY) for role in ("proxy", "host", "replica", "client", "admin")),
-    *((role, "PUB", HOST_GOAL) for role in ("proxy", "host", "replica", "client", "admin")),
-    *((role, "PUB", SUBJECTS.leader) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "PUB", KEY) for role in ALL_BUT_CONTROLLER),
+    *((role, "PUB", HOST_GOAL) for role in ALL_BUT_CONTROLLER),
+    *((role, "PUB", SUBJECTS.leader) for role in ALL_BUT_CONTROLLER),
     # JetStream delivers past all permissions, so who routes may not tell it where to; and nobody forges what it says
     *(
         (role, "PUB", subject)
@@ -276,10 +248,10 @@ DENIED = [
             "$JS.API.INFO",
         )
     ),
-    *((role, "PUB", SNAPSHOT) for role in ("controller", "proxy", "host", "replica", "client", "admin")),
+    *((role, "PUB", SNAPSHOT) for role in ROLES),
     *((role, "SUB", SUBJECTS.snapshots) for role in ("host", "admin")),
     # only the controller tells what happened, and only the admin hears it
-    *((role, "PUB", EVENT) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "PUB", EVENT) for role in ALL_BUT_CONTROLLER),
     *((role, "SUB", EVENT) for role in ("proxy", "host", "replica", "client")),
     *(
         (role, "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x")
@@ -288,20 +260,17 @@ DENIED = [
     # only the controller manages streams
     *(
         (role, "PUB", f"$JS.API.STREAM.{verb}.{stream}")
-        for role in ("proxy", "host", "replica", "client", "admin")
+        for role in ALL_BUT_CONTROLLER
         for stream in (STREAM, SUBJECTS.event_stream)
         for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE")
     ),
-    *(
-        (role, "PUB", "$JS.API.CONSUMER.CREATE.OTHER.name.x")
-        for role in ("proxy", "host", "replica", "client", "admin")
-    ),
+    *((role, "PUB", "$JS.API.CONSUMER.CREATE.OTHER.name.x") for role in ALL_BUT_CONTROLLER),
     # nobody reports in another's name
     *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "client", "admin", "controller")),
     *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "admin", "controller")),
     # nobody else wakes a backend, or hears who waits
     *((role, "PUB", WAKE) for role in ("controller", "host", "admin")),
-    *((role, "SUB", SUBJECTS.wakes) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", SUBJECTS.wakes) for role in ALL_BUT_CONTROLLER),
     # nobody logs in another's name, reads what others log, or asks for it
     *(
         (role, "PUB", subject)
@@ -325,13 +294,13 @@ DENIED = [
     ("replica", "PUB", inbox("admin")),
     ("replica", "PUB", "_INBOX.abc"),
     ("replica", "PUB", "$SRV.PING"),
-    *((role, "SUB", "$SRV.PING") for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", "$SRV.PING") for role in ALL_BUT_CONTROLLER),
     ("controller", "PUB", inbox("host")),
     ("host", "PUB", inbox("controller")),
     # nobody hears everything, and nobody but the system user sees the system
-    *((role, "SUB", ">") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
-    *((role, "SUB", "serve.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
-    *((role, "SUB", "$SYS.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", ">") for role in ROLES),
+    *((role, "SUB", "serve.>") for role in ROLES),
+    *((role, "SUB", "$SYS.>") for role in ROLES),
 ]
 
 

@@ -96,12 +96,10 @@ class Place:
         directory = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # short: Ray puts unix sockets below it
         (directory / "apps").mkdir()
         (directory / "apps" / "far_app.py").write_text(APP)
-        server = NatsServer(directory)
-        server.start()
         try:
-            yield cls(directory, server)
+            with NatsServer(directory) as server:
+                yield cls(directory, server)
         finally:
-            server.kill()
             shutil.rmtree(directory, ignore_errors=True)
 
     @asynccontextmanager

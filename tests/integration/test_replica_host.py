@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.error
@@ -57,7 +56,7 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
 from tests.support.identities import NAMES, bus_settings, lay_out_nats
 from tests.support.paths import ROOT
-from tests.support.servers.reserved_port import HeldPort
+from tests.support.servers.nats_server import NatsServer
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -222,32 +221,6 @@ class Stack:
                 return error.code, error.read().decode()
 
 
-class Nats:
-    """A nats-server with the configuration that compose uses; its port is known before it runs."""
-
-    def __init__(self, directory: Path) -> None:
-        self._held_port = HeldPort()
-        self.port = self._held_port.port
-        self.url = f"nats://127.0.0.1:{self.port}"
-        self.secrets = generate(directory / "secrets")
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        directory = self._directory
-        config = lay_out_nats(directory, self.secrets)
-        binary = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-        command = [binary, "-c", str(config), "--addr", "127.0.0.1"]
-        command += ["--port", str(self.port), "--store_dir", str(directory / "js")]
-        with (directory / "nats.log").open("wb") as log:
-            self._process = subprocess.Popen(command, stderr=log, stdout=log)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-
-
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The host is started before NATS is there, and without a home directory."""
@@ -255,7 +228,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (directory / "apps").mkdir()
     (directory / "apps" / "host_app.py").write_text(APP)
     ray_dir = Path(tempfile.mkdtemp(prefix="mr", dir="/tmp"))  # short: Ray puts unix sockets below it
-    nats = Nats(directory)
+    secrets = generate(directory / "secrets")
+    nats = NatsServer(directory, config=lay_out_nats(directory, secrets).read_text())
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -263,7 +237,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     } | {
         "HOME": "/nonexistent",
         "MUSTER_NATS_URL": nats.url,
-        "MUSTER_NATS_KEYS_FILE": str(nats.secrets.keys_file(Role.HOST)),
+        "MUSTER_NATS_KEYS_FILE": str(secrets.keys_file(Role.HOST)),
         "MUSTER_HOST_ID": HOST,
         "MUSTER_OPS_PORT": "0",
         "MUSTER_RAY_TEMP_DIR": str(ray_dir),
@@ -278,7 +252,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     log_path = directory / "host.log"
     with log_path.open("wb") as log:
         host = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=directory)
-    stack = Stack(nats.url, nats.secrets, host)
+    stack = Stack(nats.url, secrets, host)
     stack.log, stack.app_dir = log_path, "apps"
     stack.metrics_dir = ray_dir / f"metrics-{HOST}"
     try:
@@ -295,7 +269,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             host.wait(60)
         finally:
             host.kill()
-            nats.stop()
+            nats.close()
             shutil.rmtree(ray_dir, ignore_errors=True)
 
 
