@@ -20,8 +20,7 @@ from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.load_windows import LoadWindows
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
-from serve_controller.core.autoscaling.values import LoadSample
-from serve_controller.ports import LoadRequest, Targets
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 from tests.support.servers.prometheus_server import PrometheusServer, scrape_config
 
 pytestmark = [pytest.mark.timeout(240)]

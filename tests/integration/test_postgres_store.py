@@ -13,8 +13,7 @@ import pytest
 from serve_common.errors import FencedOut, PermanentError, StoreUnavailable
 from serve_common.names import ControllerId, HostId
 from serve_controller.adapters import postgres_pool, postgres_store
-from serve_controller.adapters.postgres_store import PostgresStore
-from serve_controller.adapters.sql import MIGRATIONS, Migration
+from serve_controller.adapters.postgres_store import MIGRATIONS, Migration, PostgresStore
 from serve_controller.core.objects import HostRecord, ObjectChanges
 from serve_controller.ports import HistoryEntry
 from tests.support.servers.postgres_server import PostgresServer

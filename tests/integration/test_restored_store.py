@@ -31,7 +31,7 @@ from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import EndpointOptions
 from serve_common.runtime.tasks import TaskOwner
-from serve_controller.adapters.backup_file import BackupFiles
+from serve_controller.shell.checkpoint_rows import read_backup
 from tests.support.loads.steady_load import SteadyLoad
 from tests.support.stacks.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
 from tests.support.waiting import eventually
@@ -255,7 +255,7 @@ async def backups_under_changes(stack: LoadedStack, backups: int, pause_s: float
         for _ in range(backups):
             before = made
             data = await stack.admin.fetch_backup()
-            _, saved = BackupFiles().read(data)
+            _, saved = read_backup(data)
             versions = {
                 backend.target.version for tag, backend in saved.backends.items() if tag.startswith("pair/")
             }

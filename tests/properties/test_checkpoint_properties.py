@@ -12,7 +12,6 @@ from serve_common.config.endpoint import HttpOptions
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
-from serve_controller.adapters.checkpoint_rows import dump, dump_changes, load, load_checkpoint
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import (
     COUNTERS_KEY,
@@ -38,6 +37,7 @@ from serve_controller.core.objects import (
     SnapshotRecord,
     get_key,
 )
+from serve_controller.shell.checkpoint_rows import dump, dump_changes, load, load_checkpoint
 
 counts = st.integers(0, 2**53)
 reals = st.floats(allow_nan=False, allow_infinity=False)

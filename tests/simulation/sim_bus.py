@@ -58,7 +58,7 @@ class SimBus:
             raise
 
     async def send_goal(self, goal: HostGoal) -> None:
-        """See `HostLink.send_goal`."""
+        """See `ControllerBus.send_goal`."""
         self._reach()
         self.world.checks.on_goal_sent(goal)
         heard = self._read(goal)
@@ -67,7 +67,7 @@ class SimBus:
                 self.world.send(lambda host=host: host.hear_goal(heard))
 
     async def publish(self, key: str, snapshot: Snapshot) -> int:
-        """See `Publisher.publish`."""
+        """See `ControllerBus.publish`."""
         self._reach()
         self.world.checks.on_publish(key, snapshot)
         read = self._read(snapshot)
@@ -81,7 +81,7 @@ class SimBus:
         return await self._acknowledged(put)
 
     async def retract(self, key: str, revision: int) -> None:
-        """See `Publisher.retract`."""
+        """See `ControllerBus.retract`."""
         self._reach()
         self.world.check(
             key not in self.world.store.checkpoint.snapshots, f"{key} was retracted and is recorded"
@@ -127,7 +127,7 @@ class SimBus:
         """Nothing depends on events."""
 
     async def recent_events(self, limit: int) -> list[EventView]:
-        """See `EventSink.recent_events`."""
+        """See `ControllerBus.recent_events`."""
         return []
 
     # -- watching ------------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_controller.adapters.checkpoint_rows import dump, load
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ObjectChanges
 from serve_controller.ports import HistoryEntry
+from serve_controller.shell.checkpoint_rows import dump, load
 from tests.support.memory_store import MemoryStore
 
 Writer = tuple[ControllerId, int]

@@ -11,19 +11,27 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+import msgspec
+
 from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_checkpoint
 from serve_controller.adapters.postgres_store import (
     HISTORY_PAGE_BYTES_MAX,
     HISTORY_ROWS_MAX,
-    HistoryRow,
-    get_view,
+    view_history,
 )
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ObjectChanges
 from serve_controller.ports import HistoryEntry
+from serve_controller.shell.checkpoint_rows import Row, dump_changes, load_checkpoint
+
+
+class HistoryRow(HistoryEntry, frozen=True, kw_only=True):
+    """One entry as it is stored."""
+
+    id: int
+    epoch: int
 
 
 class MemoryStore:
@@ -102,7 +110,8 @@ class MemoryStore:
             self.rows.pop(key, None)
         for entry in history:
             self._history_id += 1
-            self.history.append(_row_of(entry, self._history_id, epoch))
+            fields = msgspec.structs.asdict(entry)
+            self.history.append(HistoryRow(id=self._history_id, epoch=epoch, **fields))
         self._end()
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
@@ -114,7 +123,7 @@ class MemoryStore:
         )
         page = _first_page(islice(found, limit), HISTORY_PAGE_BYTES_MAX)
         self._end()
-        return [get_view(row) for row in page]
+        return [view_history(msgspec.structs.asdict(row)) for row in page]
 
     def _is_term(self, controller_id: ControllerId, epoch: int) -> bool:
         return controller_id == self.controller_id and epoch == self.epoch
@@ -130,22 +139,6 @@ class MemoryStore:
     def _end(self) -> None:
         if self.loses_answers:
             raise StoreUnavailable("the simulated connection broke before the answer came")
-
-
-def _row_of(entry: HistoryEntry, number: int, epoch: int) -> HistoryRow:
-    """The row of an entry that the leader of ``epoch`` wrote."""
-    return HistoryRow(
-        number,
-        entry.at,
-        entry.principal,
-        epoch,
-        entry.verb,
-        entry.subject,
-        entry.goal_id,
-        entry.request,
-        entry.old,
-        entry.new,
-    )
 
 
 def _first_page(rows: Iterable[HistoryRow], bytes_max: int) -> list[HistoryRow]:

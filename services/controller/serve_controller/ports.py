@@ -17,23 +17,6 @@ from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Ta
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ObjectChanges
 
-__all__ = [
-    "Backups",
-    "ControllerBus",
-    "EventSink",
-    "HistoryEntry",
-    "HostLink",
-    "LoadRequest",
-    "LoadSample",
-    "LoadSource",
-    "PolicyFailed",
-    "PolicyResult",
-    "PolicyRunner",
-    "Publisher",
-    "Store",
-    "Targets",
-]
-
 
 class PolicyFailed(ServeError):
     """A user's policy function raised, took too long, or gave no number."""
@@ -112,53 +95,6 @@ class Store(Protocol):
         ...
 
 
-class HostLink(Protocol):
-    """Sends goals to hosts."""
-
-    async def send_goal(self, goal: HostGoal) -> None:
-        """Send a whole goal; may be lost. Raises `BusUnavailable`, or `LimitReached` when it is too large."""
-        ...
-
-
-class Publisher(Protocol):
-    """Writes to the snapshot bucket. Both methods raise `BusUnavailable`."""
-
-    async def publish(self, key: str, snapshot: Snapshot) -> int:
-        """Put one key; returns the revision that the bucket gave it. Raises `LimitReached` when it is too large."""
-        ...
-
-    async def retract(self, key: str, revision: int) -> None:
-        """Remove a key that the checkpoint does not have, if its revision in the bucket is still ``revision``."""
-        ...
-
-
-class Backups(Protocol):
-    """Encodes and decodes backup files."""
-
-    def write(self, checkpoint: Checkpoint, epoch: int, taken_at: float) -> bytes:
-        """Encode what is deployed by ``checkpoint`` as a file; may be called in another thread."""
-        ...
-
-    def read(self, data: bytes) -> tuple[float, Checkpoint]:
-        """Decode a file: when the backup was taken, and its contents. Raises `BadField` for an invalid file."""
-        ...
-
-
-class EventSink(Protocol):
-    """Publishes events. They are for people: no component depends on them, and any may be lost."""
-
-    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
-        """Publish on ``serve.event.<subject_kind>.<subject>``, soon; returns at once and never raises.
-
-        ``subject`` may be a tag or an id. ``payload`` is JSON: a `GoalView` for the kind ``goal``, else an `EventView`.
-        """
-        ...
-
-    async def recent_events(self, limit: int) -> list[EventView]:
-        """The newest retained events, the oldest first; empty when they cannot be read within 2 s."""
-        ...
-
-
 class LoadSource(Protocol):
     """Reads the loads of backends."""
 
@@ -177,7 +113,7 @@ class PolicyRunner(Protocol):
         ...
 
 
-class ControllerBus(HostLink, Publisher, EventSink, Protocol):
+class ControllerBus(Protocol):
     """Everything the controller does on NATS."""
 
     async def start_term(self, notice: LeaderNotice) -> None:
@@ -197,4 +133,35 @@ class ControllerBus(HostLink, Publisher, EventSink, Protocol):
 
     async def end_term(self) -> None:
         """Stop serving the admin verbs, so that callers reach the next leader."""
+        ...
+
+    async def send_goal(self, goal: HostGoal) -> None:
+        """Send a whole goal; may be lost. Raises `BusUnavailable`, or `LimitReached` when it is too large."""
+        ...
+
+    async def publish(self, key: str, snapshot: Snapshot) -> int:
+        """Put one key of the snapshot bucket; returns the revision that the bucket gave it.
+
+        Raises `BusUnavailable`, or `LimitReached` when it is too large.
+        """
+        ...
+
+    async def retract(self, key: str, revision: int) -> None:
+        """Remove a key that the checkpoint does not have, if its revision in the bucket is still ``revision``.
+
+        Raises `BusUnavailable`.
+        """
+        ...
+
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        """Publish an event on ``serve.event.<subject_kind>.<subject>``, soon; returns at once and never raises.
+
+        Events are for people: no component depends on them, and any may be lost.
+
+        ``subject`` may be a tag or an id. ``payload`` is JSON: a `GoalView` for the kind ``goal``, else an `EventView`.
+        """
+        ...
+
+    async def recent_events(self, limit: int) -> list[EventView]:
+        """The newest retained events, the oldest first; empty when they cannot be read within 2 s."""
         ...

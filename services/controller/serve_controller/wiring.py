@@ -26,7 +26,6 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.request_traces import open_tracing
-from serve_controller.adapters.backup_file import BackupFiles
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
@@ -137,7 +136,6 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         boundary=boundary,
         telemetry=metrics,
         scaling=scaling,
-        backups=BackupFiles(),
     )
     background = TaskOwner("controller")
     log_sink = NatsLogSink(logs, subjects, "controller", settings.controller_id)

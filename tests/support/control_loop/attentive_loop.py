@@ -10,7 +10,8 @@ from typing import Any
 from serve_common.api.commands import Command
 from serve_common.names import HostId
 from serve_common.protocol.reports import HostReport, ProxyReport
-from serve_controller.core.commands import Accepted, decide
+from serve_controller.core.commands import decide
+from serve_controller.core.commands.changes import Accepted
 from serve_controller.core.dirty_set import EVERYTHING, NOTHING, DirtySet, dirty_by_changes
 from serve_controller.core.reconcile import Action, PublishSnapshot, ReconcilePlan, RetractSnapshot, reconcile
 from serve_controller.shell.observations import TermObservations

@@ -18,7 +18,8 @@ from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands import Accepted, decide
+from serve_controller.core.commands import decide
+from serve_controller.core.commands.changes import Accepted
 from serve_controller.core.goals import waits_for
 from serve_controller.core.objects import Backend, Goal, Replica, ReplicaState
 from serve_controller.core.observed import (

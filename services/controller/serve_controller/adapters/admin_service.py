@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import nats.micro
@@ -29,6 +29,7 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_common.telemetry.request_traces import operation
 from serve_common.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.queries import error_view
 
 _log = structlog.get_logger()
@@ -39,14 +40,6 @@ CALLS_MAX = 1000
 """Most concurrent admin calls; most of them wait for goals."""
 _STOP_TIMEOUT_S = 2.0
 _DRAIN_TIMEOUT_S = 0.5
-
-
-class AdminCalls(Protocol):
-    """Handler of the admin verbs."""
-
-    async def handle(self, verb: str, payload: bytes, principal: str) -> bytes:
-        """Handle a request; returns the reply. Raises a `ServeError` for errors to report to the caller."""
-        ...
 
 
 class _InboxesOnly:
@@ -89,7 +82,7 @@ class AdminService:
         client: Client,
         subjects: Subjects,
         version: str,
-        admin: AdminCalls,
+        admin: AdminApi,
         on_dropped: Callable[[], object] = lambda: None,
     ) -> None:
         """``version`` is shown by ``nats micro info``.

@@ -62,7 +62,7 @@ class OnBucket(Protocol):
 
 
 class SnapshotBucket:
-    """Implements `serve_controller.ports.Publisher`, and watches the bucket.
+    """Writes the bucket of snapshots, and watches it.
 
     The leader watches it because the bucket may be lost or restored on its own, and only what is known to be in it is
     known to reach the routers.

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, final
+from typing import Final, NamedTuple, final
 from urllib.parse import urlencode
 
 import aiohttp
@@ -20,8 +20,8 @@ from serve_common.telemetry.catalogue.proxies import PROXY_INFO, QUEUE_DEPTH, RE
 from serve_common.telemetry.catalogue.replicas import REPLICA_IN_FLIGHT
 from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
 from serve_controller.adapters.prometheus_api import CONNECTED, HOST, ONGOING, PROXY, QUEUED
-from serve_controller.core.autoscaling.values import LoadSample
-from serve_controller.ports import LoadRequest, LoadSource, Targets
+from serve_controller.adapters.prometheus_source import PrometheusSource
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 
 _BUCKET: Final = f"{REQUEST_SECONDS.name}_bucket"
 VIEWED: Final = (PROXY_INFO.name, HOST, REQUESTS.name, _BUCKET, QUEUE_DEPTH.name, REPLICA_IN_FLIGHT.name)
@@ -249,14 +249,6 @@ _REMEMBERED_INTERVALS: Final = 3
 """Metrics intervals without a read after which a backend is forgotten."""
 
 
-class OpenSource(LoadSource, Protocol):
-    """A source that holds connections."""
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
-
-
 class _MissingLoad(NamedTuple):
     """Why Prometheus lacked the load of a backend."""
 
@@ -274,7 +266,7 @@ class LoadSources:
     on it.
     """
 
-    def __init__(self, prometheus: OpenSource | None, scrape: OpenSource) -> None:
+    def __init__(self, prometheus: PrometheusSource | None, scrape: LoadScrape) -> None:
         """``prometheus`` None: everything is scraped, and users' queries have no value."""
         self._prometheus = prometheus
         self._scrape = scrape

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import msgspec
 import structlog
@@ -25,8 +25,10 @@ from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RefusedMessages
-from serve_controller.adapters.admin_service import AdminCalls, AdminService
+from serve_controller.adapters.admin_service import AdminService
 from serve_controller.adapters.jetstream import EventStream, SnapshotBucket, recent_events
+from serve_controller.shell.admin import AdminApi
+from serve_controller.shell.service import ControllerService
 
 _log = structlog.get_logger()
 
@@ -160,30 +162,6 @@ _BUCKET_TIMEOUT_S = 2.0
 """Seconds to wait for the bucket's content before admin calls are accepted; until it is known commands are refused."""
 
 
-class Listener(Protocol):
-    """Receives messages from the bus."""
-
-    def on_report(self, report: HostReport | ProxyReport) -> None:
-        """Receive a report."""
-        ...
-
-    def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """Receive revision and snapshot id by key (None: removed); with ``whole`` the bucket's whole content."""
-        ...
-
-    def on_leader_notice(self, notice: LeaderNotice) -> None:
-        """Receive the notice of a new leader."""
-        ...
-
-    def on_wake_message(self, wake: Wake) -> None:
-        """Receive a wake message: requests wait for a backend without replicas."""
-        ...
-
-    def sleeping(self) -> Iterable[BackendTag]:
-        """Backends that `on_wake_message` could wake."""
-        ...
-
-
 class NatsBus:
     """Implements `serve_controller.ports.ControllerBus`.
 
@@ -209,11 +187,11 @@ class NatsBus:
         self._bucket = SnapshotBucket(client, subjects, self._on_bucket_entries)
         self._is_bucket_known = asyncio.Event()
         self._service: AdminService | None = None
-        self._listener: Listener | None = None
+        self._listener: ControllerService | None = None
         self._events: EventStream | None = None
         self._wakes: WakeSubscription | None = None
 
-    async def start(self, listener: Listener, admin: AdminCalls) -> None:
+    async def start(self, listener: ControllerService, admin: AdminApi) -> None:
         """Subscribe to reports; ``admin`` handles calls while this controller leads. Raises `BusUnavailable`."""
         self._listener = listener
         self._service = AdminService(self._client, self._subjects, self._version, admin, self._on_dropped)

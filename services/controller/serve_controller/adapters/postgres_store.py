@@ -2,12 +2,17 @@
 
 Each object is a row and each change one statement: the cost of a change does not grow with the rest of the state, and
 there is no half-written change. The fence is inside that statement, see ``record`` in ``sql/queries.sql``.
+
+The SQL is in files, so that it is read, reviewed and tried in psql as SQL, and every query has a name and a purpose.
+Nothing is composed at run time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any, Final
 
 import msgspec
@@ -15,13 +20,73 @@ import structlog
 
 from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, PermanentError
-from serve_common.names import ControllerId, GoalId
-from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_checkpoint, without_surrogates
+from serve_common.names import ControllerId
 from serve_controller.adapters.postgres_pool import PostgresPool
-from serve_controller.adapters.sql import MIGRATIONS, QUERIES, Migration
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ObjectChanges
 from serve_controller.ports import HistoryEntry
+from serve_controller.shell.checkpoint_rows import Row, dump_changes, load_checkpoint, without_surrogates
+
+_NAME: Final = re.compile(r"^-- name:[ \t]*(\w*)[ \t]*$", re.MULTILINE)
+_PURPOSE: Final = re.compile(r"\n-- \S[^\n]*\n")
+_MIGRATION: Final = re.compile(r"(\d{4})_(\w+)\.sql")
+
+
+class Migration(msgspec.Struct, frozen=True):
+    """One step of the schema."""
+
+    version: int
+    """1, 2, 3 … without a gap."""
+    name: str
+    sql: str
+
+
+def parse_queries(text: str) -> dict[str, str]:
+    """The queries in ``text`` by name.
+
+    A query begins with the line ``-- name: <name>``, followed by a comment line with its purpose, and ends where the
+    next one begins. Text before the first is a preamble. Raises ValueError for a query without name, purpose or body
+    and for a name that is used twice.
+    """
+    _, *parts = _NAME.split(text)
+    queries: dict[str, str] = {}
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        if not name:
+            raise ValueError("a query has no name")
+        if name in queries:
+            raise ValueError(f"query {name!r} is defined twice")
+        if _PURPOSE.match(body) is None:
+            raise ValueError(f"query {name!r} has no purpose: a comment line must follow its name")
+        sql = "\n".join(line for line in body.splitlines() if not line.startswith("--")).strip()
+        if not sql:
+            raise ValueError(f"query {name!r} has no body")
+        queries[name] = sql.removesuffix(";")
+    return queries
+
+
+def ordered_migrations(texts: Mapping[str, str]) -> list[Migration]:
+    """The migrations in the order of their numbers, from the texts by file name, such as
+    ``0001_initial.sql``.
+
+    Raises ValueError when a name is not of that form or a number is missing or used twice.
+    """
+    found: list[Migration] = []
+    for file_name, sql in sorted(texts.items()):
+        matched = _MIGRATION.fullmatch(file_name)
+        if matched is None:
+            raise ValueError(f"migration {file_name!r} is not named like 0001_initial.sql")
+        found.append(Migration(int(matched[1]), matched[2], sql))
+    if [migration.version for migration in found] != list(range(1, len(found) + 1)):
+        raise ValueError(f"migrations are not numbered 1, 2, 3 …: {sorted(texts)}")
+    return found
+
+
+_SQL: Final = files("serve_controller.adapters") / "sql"
+QUERIES: Final[Mapping[str, str]] = parse_queries((_SQL / "queries.sql").read_text(encoding="utf-8"))
+MIGRATIONS: Final = ordered_migrations(
+    {entry.name: entry.read_text(encoding="utf-8") for entry in (_SQL / "migrations").iterdir()}
+)
+
 
 HISTORY_ROWS_MAX: Final = 10_000
 """History rows that are retained; a store may have a few more until the next trim."""
@@ -29,40 +94,13 @@ HISTORY_PAGE_BYTES_MAX: Final = 700_000
 """JSON of one page of the history: with the names around it, it must fit one NATS message."""
 
 
-class HistoryRow(msgspec.Struct, frozen=True):
-    """One row of the audit log.
+def view_history(row: Mapping[str, Any]) -> HistoryView:
+    """A row of the audit log as callers see it; its columns are those of `read_history`.
 
     A request is stored as the caller wrote it, without types: it must stay readable forever, even if later versions of
     the code would refuse it.
     """
-
-    id: int
-    at: float
-    principal: str
-    epoch: int
-    verb: str
-    subject: str
-    goal_id: str | None
-    request: str
-    """JSON, as are the two below."""
-    old: str | None
-    new: str | None
-
-
-def get_view(row: HistoryRow) -> HistoryView:
-    """The view of a row for callers."""
-    return HistoryView(
-        id=row.id,
-        at=row.at,
-        principal=row.principal,
-        epoch=row.epoch,
-        verb=row.verb,
-        subject=row.subject,
-        goal_id=None if row.goal_id is None else GoalId(row.goal_id),
-        request=_value(row.request),
-        old=_value(row.old),
-        new=_value(row.new),
-    )
+    return HistoryView(**{**row, **{name: _value(row[name]) for name in ("request", "old", "new")}})
 
 
 def _value(text: str | None) -> Any:
@@ -91,16 +129,6 @@ HISTORY_TRIM_EVERY: Final = 100
 
 _MIGRATION_LOCK: Final = int.from_bytes(b"muster")
 
-_ACQUIRE: Final = QUERIES["acquire_leadership"]
-_RENEW: Final = QUERIES["renew_leadership"]
-_RELEASE: Final = QUERIES["release_leadership"]
-_LOAD: Final = QUERIES["load"]
-_RECORD: Final = QUERIES["record"]
-_READ_HISTORY: Final = QUERIES["read_history"]
-_LOCK_MIGRATIONS: Final = QUERIES["lock_migrations"]
-_MIGRATIONS_EXIST: Final = QUERIES["migrations_exist"]
-_RUN_MIGRATIONS: Final = QUERIES["run_migrations"]
-_NOTE_MIGRATION: Final = QUERIES["note_migration"]
 
 _log = structlog.get_logger(__name__)
 
@@ -139,9 +167,11 @@ class PostgresStore:
         Their names are compared too: numbers alone would take the schema of other code for this one.
         """
         async with self._pool.session(MIGRATION_TIMEOUT_S) as session:
-            await session.fetchval(_LOCK_MIGRATIONS, _MIGRATION_LOCK)
+            await session.fetchval(QUERIES["lock_migrations"], _MIGRATION_LOCK)
             records = (
-                await session.fetch(_RUN_MIGRATIONS) if await session.fetchval(_MIGRATIONS_EXIST) else []
+                await session.fetch(QUERIES["run_migrations"])
+                if await session.fetchval(QUERIES["migrations_exist"])
+                else []
             )
             done = [f"{record['version']} {record['name']}" for record in records]
             known = [f"{migration.version} {migration.name}" for migration in self._migrations]
@@ -153,7 +183,7 @@ class PostgresStore:
             for migration in self._migrations[len(done) :]:
                 async with session.transaction():
                     await session.execute(migration.sql)
-                    await session.execute(_NOTE_MIGRATION, migration.version, migration.name)
+                    await session.execute(QUERIES["note_migration"], migration.version, migration.name)
                 _log.info("schema_migrated", version=migration.version, name=migration.name)
 
     async def acquire_leadership(
@@ -161,7 +191,9 @@ class PostgresStore:
     ) -> int | None:
         """Begin a new term if the lease is free, expired or our own; None while another controller leads."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
-            row = await connection.fetchrow(_ACQUIRE, controller_id, ttl_s, max(above, self._epoch))
+            row = await connection.fetchrow(
+                QUERIES["acquire_leadership"], controller_id, ttl_s, max(above, self._epoch)
+            )
         if row is None:
             return None
         self._controller_id, self._writes = controller_id, row["writes"]
@@ -171,19 +203,21 @@ class PostgresStore:
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
         """Renew our lease, even an expired one, unless another controller began a term. Raises `FencedOut`."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
-            renewed = await connection.fetchval(_RENEW, controller_id, epoch, ttl_s, self._writes)
+            renewed = await connection.fetchval(
+                QUERIES["renew_leadership"], controller_id, epoch, ttl_s, self._writes
+            )
         if renewed is None:
             raise _fenced_out(epoch)
 
     async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
         """Release the lease, so that the next controller leads at once; no error if it was already lost."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
-            await connection.execute(_RELEASE, controller_id, epoch)
+            await connection.execute(QUERIES["release_leadership"], controller_id, epoch)
 
     async def load(self) -> Checkpoint:
         """Load the whole checkpoint. Raises `CheckpointUnreadable`."""
         async with self._pool.connection() as connection:
-            records = await connection.fetch(_LOAD)
+            records = await connection.fetch(QUERIES["load"])
         return load_checkpoint(Row(*record) for record in records)
 
     async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
@@ -192,7 +226,7 @@ class PostgresStore:
         trims = bool(history) and self._history_since_trim >= HISTORY_TRIM_EVERY
         async with self._pool.connection() as connection:
             writes: int | None = await connection.fetchval(
-                _RECORD,
+                QUERIES["record"],
                 epoch,
                 [row.kind for row in rows.puts],
                 [row.key for row in rows.puts],
@@ -221,8 +255,10 @@ class PostgresStore:
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """A page of the audit log, the newest first: at most ``limit`` entries, fewer if they are large."""
         async with self._pool.connection() as connection:
-            records = await connection.fetch(_READ_HISTORY, limit, subject, before, HISTORY_PAGE_BYTES_MAX)
-        return [get_view(HistoryRow(*record)) for record in records]
+            records = await connection.fetch(
+                QUERIES["read_history"], limit, subject, before, HISTORY_PAGE_BYTES_MAX
+            )
+        return [view_history(record) for record in records]
 
     async def close(self) -> None:
         """Close all connections, in bounded time."""

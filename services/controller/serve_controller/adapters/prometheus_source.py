@@ -42,8 +42,7 @@ from serve_controller.adapters.prometheus_coverage import (
     Scraped,
     WindowChooser,
 )
-from serve_controller.core.autoscaling.values import LoadSample, unmeasured
-from serve_controller.ports import LoadRequest, Targets
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets, unmeasured
 
 SOURCE: Final = "prometheus"
 

@@ -23,9 +23,10 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.restoring import RestoreFrom, check_backup
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.views.hosts import view_goal
-from serve_controller.ports import Backups
 from serve_controller.shell.boundary import Boundary
-from serve_controller.shell.queries import LeadingTerm, QueryApi, ReadLoad, parse_request
+from serve_controller.shell.checkpoint_rows import read_backup, write_backup
+from serve_controller.shell.control_loop import Term
+from serve_controller.shell.queries import QueryApi, ReadLoad, parse_request
 
 FILES_MAX: Final = 4
 """Most backups, and most uploads, in progress at once; beyond it the one written longest ago is dropped."""
@@ -47,18 +48,17 @@ class BackupTransfers:
     is what was recorded, complete and as of one moment, however much changes meanwhile.
     """
 
-    def __init__(self, files: Backups, clock: Clock) -> None:
-        self._files = files
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._taken: dict[str, _StoredFile] = {}
         self._uploads: dict[str, _StoredFile] = {}
 
-    async def page(self, term: LeadingTerm, query: GetBackup) -> BackupPage:
+    async def page(self, term: Term, query: GetBackup) -> BackupPage:
         """A page of a backup, which is taken with the first one. Raises `NotFound`, `BadField`."""
         backup_id = query.backup_id or uuid.uuid4().hex
         if not query.backup_id:
             # Checkpoints are immutable: another thread may read one while the next is decided.
-            data = await asyncio.to_thread(self._files.write, term.checkpoint, term.epoch, self._clock.now())
+            data = await asyncio.to_thread(write_backup, term.checkpoint, term.epoch, self._clock.now())
             self._store(self._taken, backup_id, data)
         stored = self._find(self._taken, backup_id)
         if stored is None:
@@ -94,7 +94,7 @@ class BackupTransfers:
         self._store(self._uploads, command.upload_id, data)
         if command.page < command.pages - 1:
             return RestoreReply()
-        taken_at, saved = await asyncio.to_thread(self._files.read, data)
+        taken_at, saved = await asyncio.to_thread(read_backup, data)
         return f"taken at {taken_at:.0f} s since 1970: {check_backup(saved)}", saved
 
     def _store(self, files: dict[str, _StoredFile], name: str, data: bytes) -> None:
@@ -188,16 +188,14 @@ class AdminApi:
         controller_id: str,
         clock: Clock,
         boundary: Boundary,
-        current_term: Callable[[], LeadingTerm | None],
+        current_term: Callable[[], Term | None],
         read_load: ReadLoad | None = None,
-        *,
-        backups: Backups | None = None,
     ) -> None:
         """``current_term`` returns the term while this controller leads; replies to commands cross ``boundary``.
 
-        ``read_load`` scrapes all services, ``backups`` encodes and decodes files; None disables those verbs.
+        ``read_load`` scrapes all services; None disables that verb.
         """
-        self._backups = None if backups is None else BackupTransfers(backups, clock)
+        self._transfers = BackupTransfers(clock)
         self._boundary = boundary
         self._current_term = current_term
         self._queries = QueryApi(controller_id, clock, read_load)
@@ -231,19 +229,13 @@ class AdminApi:
             return msgspec.json.encode(await self._wait_for_goal(request))
         return msgspec.json.encode(await self._queries.handle(term, request))
 
-    def _term(self) -> LeadingTerm:
+    def _term(self) -> Term:
         term = self._current_term()
         if term is None:
             raise NotLeading("this controller does not lead; try again")
         return term
 
-    @property
-    def _transfers(self) -> BackupTransfers:
-        if self._backups is None:
-            raise NotLeading("this controller has no backups")
-        return self._backups
-
-    async def _restore(self, term: LeadingTerm, request: c.Restore, principal: str) -> bytes:
+    async def _restore(self, term: Term, request: c.Restore, principal: str) -> bytes:
         taken = await self._transfers.take(request)
         if isinstance(taken, c.RestoreReply):
             return msgspec.json.encode(taken)
@@ -255,9 +247,7 @@ class AdminApi:
         payload = msgspec.json.encode({"upload_id": request.upload_id, "backup": summary})
         return await self._command(term, RestoreFrom(saved=saved, summary=summary), payload, principal)
 
-    async def _command(
-        self, term: LeadingTerm, command: Command[Any], payload: bytes, principal: str
-    ) -> bytes:
+    async def _command(self, term: Term, command: Command[Any], payload: bytes, principal: str) -> bytes:
         async def encoded() -> bytes:
             return msgspec.json.encode(reply)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, final
+from collections.abc import Mapping
+from typing import Final, final
 
 import msgspec
 import structlog
 
-from serve_common.api.views import EventView
 from serve_common.config.autoscaling import AutoscalingContext, LoadPoint
 from serve_common.names import BackendTag
 from serve_common.ports import Clock
@@ -33,12 +32,11 @@ from serve_controller.core.autoscaling.values import (
     build_scrape_targets,
     num_running,
 )
-from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.events import last_line
 from serve_controller.core.objects import Backend
-from serve_controller.core.observed import ObservedState
 from serve_controller.core.scaling import scaling_event
 from serve_controller.ports import LoadSource, PolicyFailed, PolicyResult, PolicyRunner
+from serve_controller.shell.control_loop import Term
 
 _log = structlog.get_logger()
 
@@ -46,30 +44,6 @@ TICK_S: Final = 1.0
 SAMPLES_MAX: Final = 60
 """Most load samples of one backend that a policy gets."""
 POLICIES_AT_ONCE: Final = 8
-
-
-class ScalingTerm(Protocol):
-    """What the autoscaler needs of a term: `shell.control_loop.Term`."""
-
-    autoscaling: dict[BackendTag, ScalingStatus]
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint as last recorded."""
-        ...
-
-    @property
-    def observed(self) -> ObservedState:
-        """The state as last observed."""
-        ...
-
-    def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
-        """Apply decisions with the next plan."""
-        ...
-
-    def notify(self, events: Sequence[EventView]) -> None:
-        """Publish events."""
-        ...
 
 
 class _BackendState:
@@ -89,7 +63,7 @@ class _BackendState:
 class Autoscaler:
     """Scales every backend that has an ``autoscaling_config`` and is not paused."""
 
-    def __init__(self, term: ScalingTerm, loads: LoadSource, policies: PolicyRunner, clock: Clock) -> None:
+    def __init__(self, term: Term, loads: LoadSource, policies: PolicyRunner, clock: Clock) -> None:
         self.samples: Counter[tuple[str, str]] = Counter()
         """Number of load samples so far, by source and outcome (``ok`` or ``missing``)."""
         self._term = term

@@ -22,7 +22,8 @@ from serve_common.telemetry.request_traces import Cause, Value, current_cause, n
 from serve_controller.core.audit import audit_values
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.commands import Accepted, decide
+from serve_controller.core.commands import decide
+from serve_controller.core.commands.changes import Accepted
 from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
 from serve_controller.core.events import audit_event, get_events
 from serve_controller.core.objects import Goal, ObjectChanges
@@ -45,87 +46,16 @@ from serve_controller.core.restored import (
     restored_event,
 )
 from serve_controller.core.scaling import scaling_events
-from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
+from serve_controller.ports import ControllerBus, HistoryEntry, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
 from serve_controller.shell.observations import EventLog, TermObservations
 
 _log = structlog.get_logger()
 
 BUS_RETRY_S: Final = 0.5
-
-
-class ActionExecutor:
-    """Performs actions and records their outcome in the observations.
-
-    Actions are performed once what they stand for is recorded. One that fails is no loss: it is checked again, and the
-    next plan repeats it.
-    """
-
-    def __init__(
-        self,
-        host_link: HostLink,
-        publisher: Publisher,
-        boundary: Boundary,
-        observations: TermObservations,
-        clock: Clock,
-        *,
-        on_change: Callable[[], None],
-    ) -> None:
-        """``observations`` gets what was sent and published; ``on_change`` is called to request a plan soon."""
-        self._host_link = host_link
-        self._publisher = publisher
-        self._boundary = boundary
-        self._observations = observations
-        self._clock = clock
-        self._on_change = on_change
-
-    async def perform_all(self, actions: Sequence[Action]) -> float | None:
-        """Perform a plan's actions in order. Returns when the next plan is due at the latest, or None."""
-        for number, action in enumerate(actions):
-            try:
-                await self._perform(action)
-            except LimitReached as error:
-                # A retry cannot succeed, and this action must not block the others.
-                _log.error("action_impossible", action=type(action).__name__, error=str(error))
-            except BusUnavailable as error:
-                _log.warning("plan_not_performed", error=str(error))
-                self._observations.dirty_sets.add(_dirty_set_of_actions(actions[number:]))
-                return self._clock.now() + BUS_RETRY_S
-        return self._observations.next_at()
-
-    async def _perform(self, action: Action) -> None:
-        match action:
-            case PublishSnapshot():
-                revision = await self._boundary.cross(
-                    "publish_snapshot", lambda: self._publisher.publish(action.key, action.snapshot)
-                )
-                self._observations.on_bucket_entries(
-                    {action.key: (revision, action.snapshot.snapshot_id)}, whole=False
-                )
-                self._on_change()
-            case RetractSnapshot():
-                revision = self._observations.get_revision(action.key)
-                await self._boundary.cross(
-                    "retract_snapshot", lambda: self._publisher.retract(action.key, revision)
-                )
-                self._observations.retracted(action.key)
-            case SendHostGoal():
-                goal = action.goal
-                await self._boundary.cross("send_host_goal", lambda: self._host_link.send_goal(goal))
-                self._observations.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
-
-
-def _dirty_set_of_actions(actions: Sequence[Action]) -> DirtySet:
-    """What the next plan must reconcile because these actions were not performed."""
-    return DirtySet(
-        hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
-        keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
-    )
-
+STORE_RETRY_S: Final = 0.5
 
 T = TypeVar("T")
-
-STORE_RETRY_S: Final = 0.5
 
 
 class Term:
@@ -142,9 +72,7 @@ class Term:
         epoch: int,
         checkpoint: Checkpoint,
         store: Store,
-        host_link: HostLink,
-        publisher: Publisher,
-        events: EventSink,
+        bus: ControllerBus,
         clock: Clock,
         boundary: Boundary,
         telemetry: Telemetry,
@@ -170,10 +98,8 @@ class Term:
         self._observations = TermObservations(clock.now(), telemetry.message_refused, claims)
         self._observations.on_round_trip(clock.now(), clock.now())
         self._store = store
-        self._event_log = EventLog(events)
-        self._executor = ActionExecutor(
-            host_link, publisher, boundary, self._observations, clock, on_change=self._request_plan
-        )
+        self._bus = bus
+        self._event_log = EventLog(bus)
         self._clock = clock
         self._boundary = boundary
         self._telemetry = telemetry
@@ -313,9 +239,6 @@ class Term:
         with ExitStack() as traced:
             return await self._run_cycle(traced)
 
-    def _request_plan(self) -> None:
-        self.on_change()
-
     async def _run_cycle(self, traced: ExitStack) -> float | None:
         scalings: dict[BackendTag, ScalingDecision] = {}
         try:
@@ -346,7 +269,7 @@ class Term:
         self._observations.due(plan.due)
         if plan.changes or plan.dirty_set.goals:
             self._event_log.publish_progress(self.checkpoint, self.observed)
-        return await self._executor.perform_all(plan.actions)
+        return await self._perform_all(plan.actions)
 
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> ReconcilePlan:
         now = self._clock.now()
@@ -382,6 +305,44 @@ class Term:
         goals = [value for value in changes.puts if isinstance(value, Goal)]
         self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
         self.on_goals([goal.goal_id for goal in goals])
+
+    async def _perform_all(self, actions: Sequence[Action]) -> float | None:
+        """Perform a plan's actions in order. Returns when the next plan is due at the latest, or None.
+
+        What they stand for is recorded. One that fails is no loss: it is checked again, and the next plan repeats it.
+        """
+        for number, action in enumerate(actions):
+            try:
+                await self._perform(action)
+            except LimitReached as error:
+                # A retry cannot succeed, and this action must not block the others.
+                _log.error("action_impossible", action=type(action).__name__, error=str(error))
+            except BusUnavailable as error:
+                _log.warning("plan_not_performed", error=str(error))
+                self._observations.dirty_sets.add(_dirty_set_of_actions(actions[number:]))
+                return self._clock.now() + BUS_RETRY_S
+        return self._observations.next_at()
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case PublishSnapshot():
+                revision = await self._boundary.cross(
+                    "publish_snapshot", lambda: self._bus.publish(action.key, action.snapshot)
+                )
+                self._observations.on_bucket_entries(
+                    {action.key: (revision, action.snapshot.snapshot_id)}, whole=False
+                )
+                self.on_change()
+            case RetractSnapshot():
+                revision = self._observations.get_revision(action.key)
+                await self._boundary.cross(
+                    "retract_snapshot", lambda: self._bus.retract(action.key, revision)
+                )
+                self._observations.retracted(action.key)
+            case SendHostGoal():
+                goal = action.goal
+                await self._boundary.cross("send_host_goal", lambda: self._bus.send_goal(goal))
+                self._observations.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
 
     async def _make_certain(self) -> None:
         if self._is_over:
@@ -463,6 +424,14 @@ class Term:
     def remember(self, events: Sequence[EventView]) -> None:
         """Prepend events of earlier terms, the oldest first."""
         self._event_log.remember(events)
+
+
+def _dirty_set_of_actions(actions: Sequence[Action]) -> DirtySet:
+    """What the next plan must reconcile because these actions were not performed."""
+    return DirtySet(
+        hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
+        keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
+    )
 
 
 def _counts(plan: ReconcilePlan, epoch: int) -> dict[str, Value]:

@@ -44,7 +44,7 @@ from serve_controller.core.observed import (
 from serve_controller.core.reconcile import DueTime
 from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, get_report_claims
 from serve_controller.core.views.hosts import view_goal
-from serve_controller.ports import EventSink
+from serve_controller.ports import ControllerBus
 
 INBOX_MAX: Final = 50_000
 """Reports waiting to be folded in; beyond it the oldest are dropped, as the next reports repeat their content."""
@@ -382,11 +382,10 @@ class EventLog:
     Events are for people alone: nothing is decided by them, and any may be lost.
     """
 
-    def __init__(self, sink: EventSink) -> None:
-        """``sink`` publishes them."""
+    def __init__(self, bus: ControllerBus) -> None:
         self.events: deque[EventView] = deque(maxlen=EVENTS_MAX)
         """The latest events, the newest last."""
-        self._sink = sink
+        self._bus = bus
         self._progress: dict[GoalId, str] = {}
         """The message last published for each pending goal."""
 
@@ -401,13 +400,13 @@ class EventLog:
             if event.kind == "goal" and event.goal_id is not None:
                 view = view_goal(checkpoint, observed, event.goal_id)
                 self._progress.pop(event.goal_id, None)
-                self._sink.publish_event("goal", event.goal_id, msgspec.json.encode(view))
+                self._bus.publish_event("goal", event.goal_id, msgspec.json.encode(view))
             else:
-                self._sink.publish_event(event.kind, event.subject, msgspec.json.encode(event))
+                self._bus.publish_event(event.kind, event.subject, msgspec.json.encode(event))
 
     def publish_progress(self, checkpoint: Checkpoint, observed: ObservedState) -> None:
         """Publish the progress of pending goals where it changed."""
         goal_ids = sorted(checkpoint.pending)[:PROGRESS_MAX]
         for view in goal_progress(checkpoint, observed, goal_ids, self._progress):
             self._progress[view.goal_id] = view.message
-            self._sink.publish_event("goal", view.goal_id, msgspec.json.encode(view))
+            self._bus.publish_event("goal", view.goal_id, msgspec.json.encode(view))

@@ -6,78 +6,27 @@ A response is no promise: nothing is recorded before it is sent, and no fence gu
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Reversible
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from serve_common.api import queries as q
-from serve_common.api.commands import Command, CommandReply, Request
+from serve_common.api.commands import Command, Request
 from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
-from serve_common.api.views import EventView, HistoryView, LoadView, PlanView, StatusView
+from serve_common.api.views import HistoryView, LoadView, PlanView, StatusView
 from serve_common.errors import BadField, NotLeading, ServeError
-from serve_common.names import BackendTag, deployment_tag
+from serve_common.names import deployment_tag
 from serve_common.ports import Clock
 from serve_common.protocol.subjects import UNREADABLE
-from serve_controller.core.autoscaling.values import ScalingStatus, Targets, build_scrape_targets
+from serve_controller.core.autoscaling.values import Targets, build_scrape_targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
 from serve_controller.core.forecast import forecast
-from serve_controller.core.observed import ObservedState
 from serve_controller.core.views import backends, deployments, hosts
 from serve_controller.core.views.hosts import checked_limit
-
-
-class LeadingTerm(Protocol):
-    """What queries and commands need of a term: `shell.control_loop.Term`.
-
-    They need its state and a way to have a command decided, but nothing of how plans are made.
-    """
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of this leader."""
-        ...
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint as last recorded."""
-        ...
-
-    @property
-    def observed(self) -> ObservedState:
-        """The state as last observed."""
-        ...
-
-    @property
-    def autoscaling(self) -> Mapping[BackendTag, ScalingStatus]:
-        """The autoscaler's latest result for each backend that it follows."""
-        ...
-
-    @property
-    def is_store_available(self) -> bool:
-        """Whether the last request to Postgres succeeded."""
-        ...
-
-    @property
-    def events(self) -> Reversible[EventView]:
-        """The latest events, the newest last."""
-        ...
-
-    async def execute(self, command: Command[Any], request: bytes, principal: str) -> CommandReply:
-        """Decide and record a command."""
-        ...
-
-    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
-        """Entries of the audit log, the newest first. Raises `StoreUnavailable`."""
-        ...
-
-    @property
-    def on_change(self) -> Callable[[], None]:
-        """Called to request a plan soon."""
-        ...
-
+from serve_controller.shell.control_loop import Term
 
 _AT_PATH: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
 _OF_FIELD: Final = re.compile(
@@ -138,7 +87,7 @@ class QueryApi:
         self._clock = clock
         self._read_load = read_load
 
-    async def handle(self, term: LeadingTerm, query: Request[Any]) -> object:  # noqa: C901, PLR0912 - a table
+    async def handle(self, term: Term, query: Request[Any]) -> object:  # noqa: C901, PLR0912 - a table
         """Answer any query but `WaitForGoal` from ``term``. Raises a `ServeError`."""
         checkpoint, now = term.checkpoint, self._clock.now()
         match query:
@@ -180,7 +129,7 @@ class QueryApi:
             case _:
                 raise AssertionError(f"{type(query).__name__} is no query")
 
-    def _status(self, term: LeadingTerm, query: q.GetStatus) -> StatusView:
+    def _status(self, term: Term, query: q.GetStatus) -> StatusView:
         checkpoint, now = term.checkpoint, self._clock.now()
         return StatusView(
             controller_id=self._controller_id,
@@ -198,14 +147,14 @@ class QueryApi:
             else [],
         )
 
-    async def _load(self, term: LeadingTerm) -> LoadView:
+    async def _load(self, term: Term) -> LoadView:
         if self._read_load is None:
             raise NotLeading("this controller scrapes nobody")
         return await self._read_load(
             build_scrape_targets(term.observed, self._clock.now()), self._clock.now()
         )
 
-    def _plan(self, term: LeadingTerm, query: q.Plan) -> PlanView:
+    def _plan(self, term: Term, query: q.Plan) -> PlanView:
         if query.command_verb not in COMMANDS:
             raise BadField(
                 "verb",
@@ -215,7 +164,7 @@ class QueryApi:
         assert isinstance(command, Command)
         return self.plan(term, command)
 
-    def plan(self, term: LeadingTerm, command: Command[Any]) -> PlanView:
+    def plan(self, term: Term, command: Command[Any]) -> PlanView:
         """What a command would do. Raises its refusal."""
         checkpoint, now = term.checkpoint, self._clock.now()
         accepted = decide(checkpoint, command, now)
@@ -226,7 +175,7 @@ class QueryApi:
         return forecast(checkpoint, checkpoint.applied(accepted.changes), term.observed, now)
 
 
-async def _history(term: LeadingTerm, query: q.GetHistory) -> list[HistoryView]:
+async def _history(term: Term, query: q.GetHistory) -> list[HistoryView]:
     limit = checked_limit(query.limit, HISTORY_LIMIT_MAX)
     if query.before is not None and not 1 <= query.before <= HISTORY_ID_MAX:
         raise BadField("before", "must be the id of an entry")

@@ -19,7 +19,7 @@ from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport,
 from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.restored import NO_CLAIMS
-from serve_controller.ports import Backups, ControllerBus, LoadSource, PolicyRunner, Store
+from serve_controller.ports import ControllerBus, LoadSource, PolicyRunner, Store
 from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
@@ -57,9 +57,8 @@ class ControllerService:
         boundary: Boundary,
         telemetry: Telemetry,
         scaling: ScalingParts | None = None,
-        backups: Backups | None = None,
     ) -> None:
-        """``scaling`` None disables autoscaling in this controller, ``backups`` None disables backups."""
+        """``scaling`` None disables autoscaling in this controller."""
         self.term: Term | None = None
         self.autoscaler: Autoscaler | None = None
         """The autoscaler of the current term; None while there is none."""
@@ -69,7 +68,6 @@ class ControllerService:
             boundary,
             self._leading_term,
             read_load=None if scaling is None else scaling.read_load,
-            backups=backups,
         )
         self._scaling = scaling
         self._controller_id = controller_id
@@ -165,9 +163,7 @@ class ControllerService:
             epoch=epoch,
             checkpoint=checkpoint,
             store=self._store,
-            host_link=self._bus,
-            publisher=self._bus,
-            events=self._bus,
+            bus=self._bus,
             clock=self._clock,
             boundary=LeadersBoundary(self._boundary, lambda: self._leadership.is_sure),
             telemetry=self._telemetry,

@@ -11,8 +11,7 @@ from serve_common.config.autoscaling import AggregationFunction, AutoscalingConf
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_controller.adapters.load_scrape import VIEWED, LoadSources, aggregate_load
 from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
-from serve_controller.core.autoscaling.values import LoadRequest, LoadSample
-from serve_controller.ports import Targets
+from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 
 NAMES = (
     "serve_proxy_info",

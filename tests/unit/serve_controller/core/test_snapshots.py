@@ -30,7 +30,7 @@ from serve_common.protocol.snapshots import (
 )
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core import snapshots
-from serve_controller.core.commands.versions import replica_part
+from serve_controller.core.commands.changes import replica_part
 from serve_controller.core.forecast import forecast
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.placement import GOAL_BYTES_MAX, estimate_goal_bytes

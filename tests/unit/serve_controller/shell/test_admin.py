@@ -30,7 +30,6 @@ from serve_common.api.verbs import COMMANDS, QUERIES, VERBS
 from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, Conflict, FencedOut, LimitReached, NotFound, NotLeading, ServeError
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
-from serve_controller.adapters.backup_file import KINDS, BackupFiles
 from serve_controller.core.autoscaling.values import ScalingStatus, Targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import DECISIONS, decide
@@ -50,6 +49,7 @@ from serve_controller.shell import admin as backups
 from serve_controller.shell import admin as goal_waits
 from serve_controller.shell import queries
 from serve_controller.shell.admin import AdminApi, BackupTransfers
+from serve_controller.shell.checkpoint_rows import KINDS, read_backup, write_backup
 from serve_controller.shell.queries import error_view, parse_request
 from tests.simulation.scenario import application, deploy
 from tests.support.controller_parts import (
@@ -159,9 +159,7 @@ class Desk:
         self.term: FakeTerm | None = FakeTerm(checkpoint_of(*values))
         self.led = self.term
         self.boundary = FakeBoundary()
-        self.admin = AdminApi(
-            "controller-1", FakeClock(), self.boundary, lambda: self.term, read_load, backups=BackupFiles()
-        )
+        self.admin = AdminApi("controller-1", FakeClock(), self.boundary, lambda: self.term, read_load)
 
     async def ask(self, verb: str, /, **fields: object) -> object:
         reply = await self.admin.handle(verb, msgspec.json.encode(fields), "me")
@@ -560,7 +558,6 @@ def test_a_deploy_is_a_command() -> None:
 # Backups: the file, its way in pages, and what a restore makes of the present state.
 
 
-FILES = BackupFiles()
 DAY = [
     deploy("a", "v1", num=2, request_id="r1"),
     application("v1", "web", "model", request_id="r2"),
@@ -587,7 +584,7 @@ def done(checkpoint: Checkpoint, *commands: c.Command[Any]) -> Checkpoint:
 
 
 def saved_of(checkpoint: Checkpoint) -> Checkpoint:
-    return FILES.read(FILES.write(checkpoint, 7, NOW))[1]
+    return read_backup(write_backup(checkpoint, 7, NOW))[1]
 
 
 def wished(checkpoint: Checkpoint) -> dict[str, object]:
@@ -614,12 +611,12 @@ def restored(checkpoint: Checkpoint, saved: Checkpoint) -> Checkpoint:
 
 def test_a_file_says_what_it_was_made_of() -> None:
     checkpoint = done(Checkpoint(), *DAY)
-    data = FILES.write(checkpoint, 7, NOW)
-    taken_at, saved = FILES.read(data)
+    data = write_backup(checkpoint, 7, NOW)
+    taken_at, saved = read_backup(data)
     kept = {get_key(v): v for v in checkpoint.all_objects() if get_key(v)[0] in KINDS}
     assert (taken_at, {get_key(v): v for v in saved.all_objects()}) == (NOW, kept)
     assert ObjectKind.GOAL not in {kind for kind, _ in kept}
-    assert FILES.write(checkpoint, 7, NOW) == data, "the same state gives the same file"
+    assert write_backup(checkpoint, 7, NOW) == data, "the same state gives the same file"
     assert check_backup(saved) == "3 deployments, 1 other backends, 4 endpoints"
 
 
@@ -630,7 +627,7 @@ def _changed(data: bytes, line: int, **fields: object) -> bytes:
 
 
 def _spoiled() -> dict[str, tuple[bytes, str]]:
-    data = FILES.write(done(Checkpoint(), *DAY), 7, NOW)
+    data = write_backup(done(Checkpoint(), *DAY), 7, NOW)
     text = gzip.decompress(data)
     return {
         "empty": (b"", "header"),
@@ -648,14 +645,14 @@ def _spoiled() -> dict[str, tuple[bytes, str]]:
 def test_a_file_that_is_not_whole_is_refused_with_the_reason(what: str) -> None:
     data, why = _spoiled()[what]
     with pytest.raises(BadField, match=why) as refused:
-        FILES.read(data)
+        read_backup(data)
     assert refused.value.field == "file"
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_controller.adapters.backup_file.TEXT_BYTES_MAX", 100_000)
+    monkeypatch.setattr("serve_controller.shell.checkpoint_rows.TEXT_BYTES_MAX", 100_000)
     with pytest.raises(BadField, match="unpacks to more"):
-        FILES.read(gzip.compress(b" " * 1_000_000))
+        read_backup(gzip.compress(b" " * 1_000_000))
 
 
 def test_a_backup_that_no_leader_wrote_is_refused() -> None:
@@ -725,7 +722,7 @@ class PassingClock:
 @pytest.fixture
 def transfers(monkeypatch: pytest.MonkeyPatch) -> BackupTransfers:
     monkeypatch.setattr(backups, "BACKUP_PAGE_BYTES_MAX", 500)
-    return BackupTransfers(FILES, PassingClock())
+    return BackupTransfers(PassingClock())
 
 
 async def test_pages_are_of_one_moment_whatever_changes_meanwhile(transfers: BackupTransfers) -> None:
@@ -738,7 +735,7 @@ async def test_pages_are_of_one_moment_whatever_changes_meanwhile(transfers: Bac
         await transfers.page(term, GetBackup(backup_id=first.backup_id, page=n))
         for n in range(1, first.pages)
     ]
-    assert b"".join(p.data for p in (first, *rest)) == FILES.write(then, term.epoch, NOW)
+    assert b"".join(p.data for p in (first, *rest)) == write_backup(then, term.epoch, NOW)
     with pytest.raises(BadField):
         await transfers.page(term, GetBackup(backup_id=first.backup_id, page=first.pages))
     with pytest.raises(NotFound):
@@ -768,7 +765,7 @@ async def sent(transfers: BackupTransfers, data: bytes, *, skips: int = -1) -> o
 
 async def test_a_file_that_came_whole_is_told_of(transfers: BackupTransfers) -> None:
     then = done(Checkpoint(), *DAY)
-    answer = await sent(transfers, FILES.write(then, 7, NOW))
+    answer = await sent(transfers, write_backup(then, 7, NOW))
     assert isinstance(answer, tuple)
     assert "3 deployments" in answer[0]
     assert wished(answer[1]) == wished(then)
@@ -776,7 +773,7 @@ async def test_a_file_that_came_whole_is_told_of(transfers: BackupTransfers) -> 
 
 async def test_a_page_that_is_missing_is_noticed(transfers: BackupTransfers) -> None:
     with pytest.raises(BadField, match="from 0"):
-        await sent(transfers, FILES.write(done(Checkpoint(), *DAY), 7, NOW), skips=1)
+        await sent(transfers, write_backup(done(Checkpoint(), *DAY), 7, NOW), skips=1)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ WITH page AS (
     FROM page
     WINDOW newest AS (ORDER BY id DESC)
 )
-SELECT id, extract(epoch FROM at)::float8, principal, epoch, verb, subject, goal_id, request, old, new
+SELECT id, extract(epoch FROM at)::float8 AS at, principal, epoch, verb, subject, goal_id, request, old, new
 FROM measured
 WHERE place = 1 OR bytes <= $4
 ORDER BY id DESC;

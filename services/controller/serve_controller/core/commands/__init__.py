@@ -12,9 +12,7 @@ from typing import Any, Final
 from serve_common.api import commands as c
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import applications, deployments, endpoints, operations, restoring
-from serve_controller.core.commands.accepted import Accepted
-
-__all__ = ["DECISIONS", "Accepted", "decide"]
+from serve_controller.core.commands.changes import Accepted
 
 DECISIONS: Final[Mapping[type[c.Command[Any]], Callable[[Checkpoint, Any, float], Accepted]]] = {
     c.Deploy: deployments.deploy,

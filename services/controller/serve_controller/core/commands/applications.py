@@ -9,10 +9,16 @@ from serve_common.config.endpoint import EndpointOptions, check_endpoint_options
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import (
+from serve_controller.core.commands.changes import (
     Accepted,
+    Wanted,
+    as_scaled,
     changed,
+    check_backend_limit,
+    check_methods,
+    check_target,
     goal_failed,
+    make_backend,
     new_goal,
     nothing_to_do,
     retried,
@@ -25,14 +31,6 @@ from serve_controller.core.commands.deployments import (
     is_deployed_as,
     put_deployment,
     unwanted_deployments,
-)
-from serve_controller.core.commands.versions import (
-    Wanted,
-    as_scaled,
-    check_backend_limit,
-    check_methods,
-    check_target,
-    make_backend,
 )
 from serve_controller.core.goals import application_owned, deployment_owned, pending_goal
 from serve_controller.core.objects import Application, ApplicationVersion, Backend, EndpointConfig, GoalKind

@@ -20,24 +20,22 @@ from serve_common.errors import Conflict, NotFound
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
 from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import (
+from serve_controller.core.commands.changes import (
     Accepted,
-    already_deleted,
-    changed,
-    goal_failed,
-    is_going,
-    new_goal,
-    nothing_to_do,
-    retried,
-)
-from serve_controller.core.commands.versions import (
     Wanted,
+    already_deleted,
     as_scaled,
+    changed,
     check_backend_limit,
     check_methods,
     check_target,
+    goal_failed,
+    is_going,
     make_backend,
     matches_target,
+    new_goal,
+    nothing_to_do,
+    retried,
 )
 from serve_controller.core.goals import deployment_owned, pending_goal
 from serve_controller.core.objects import (

@@ -22,16 +22,16 @@ from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
 from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import (
+from serve_controller.core.commands.changes import (
     Accepted,
     already_deleted,
     changed,
+    check_methods,
     goal_failed,
     new_goal,
     nothing_to_do,
 )
 from serve_controller.core.commands.deployments import check_route_free
-from serve_controller.core.commands.versions import check_methods
 from serve_controller.core.goals import deployments_removed_by, pending_goal
 from serve_controller.core.objects import (
     EndpointConfig,

@@ -23,7 +23,7 @@ from serve_common.errors import Conflict, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, check_name, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.changes import Accepted, changed, new_goal, nothing_to_do
 from serve_controller.core.commands.deployments import give_up, update_backend_config
 from serve_controller.core.goals import deployment_owned, end_goal, host_owned
 from serve_controller.core.objects import Backend, GoalKind, HostRecord, ObjectKind, parse_number

@@ -15,9 +15,15 @@ from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route, deployment_tag
 from serve_common.protocol.subjects import HTTP_KEY, backend_key, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, new_goal
+from serve_controller.core.commands.changes import (
+    Accepted,
+    Wanted,
+    check_methods,
+    check_target,
+    make_backend,
+    new_goal,
+)
 from serve_controller.core.commands.deployments import give_up
-from serve_controller.core.commands.versions import Wanted, check_methods, check_target, make_backend
 from serve_controller.core.goals import application_owned, deployment_owned, end_goal
 from serve_controller.core.objects import (
     Application,

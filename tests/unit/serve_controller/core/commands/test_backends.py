@@ -16,7 +16,7 @@ from serve_common.api.commands import (
 from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_controller.core import goals
-from serve_controller.core.commands import versions
+from serve_controller.core.commands import changes
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.views.backends import view_backend_config, view_backends, view_revisions
 from serve_controller.core.views.deployments import view_deployment, view_deployments, view_endpoints
@@ -113,7 +113,7 @@ def test_a_bad_value_is_refused_with_its_path(options: dict[str, object], field:
 
 def test_backends_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
-    monkeypatch.setattr(versions, "NUM_BACKENDS_MAX", 1)
+    monkeypatch.setattr(changes, "NUM_BACKENDS_MAX", 1)
     loop.command(create_backend("b"))
     with pytest.raises(LimitReached):
         loop.command(create_backend("c"))

@@ -11,8 +11,7 @@ from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag
 from serve_controller.core import reconcile
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.commands import accepted as accepting
-from serve_controller.core.commands import decide, versions
+from serve_controller.core.commands import changes, decide
 from serve_controller.core.views.deployments import view_deployment, view_deployments, view_snapshot
 from tests.support.control_loop.closed_loop import Loop, check_converged
 from tests.support.control_loop.orders import BAD_CODE, create_backend, create_endpoint, deploy
@@ -342,12 +341,12 @@ def test_a_value_outside_its_limits_is_refused_with_its_path(options: dict[str, 
 def test_backends_and_pending_goals_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     loop.command(deploy("a"))
-    monkeypatch.setattr(versions, "NUM_BACKENDS_MAX", 1)
+    monkeypatch.setattr(changes, "NUM_BACKENDS_MAX", 1)
     with pytest.raises(LimitReached):
         loop.command(deploy("b"))
     loop.command(deploy("a", num=2))
-    monkeypatch.setattr(versions, "NUM_BACKENDS_MAX", 9)
-    monkeypatch.setattr(accepting, "GOALS_PENDING_MAX", 1)
+    monkeypatch.setattr(changes, "NUM_BACKENDS_MAX", 9)
+    monkeypatch.setattr(changes, "GOALS_PENDING_MAX", 1)
     with pytest.raises(LimitReached):
         loop.command(deploy("b"))
     loop.command(deploy("a", num=3))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,16 +11,6 @@ import pytest
 from serve_common.api.views import GoalStatus
 from serve_common.errors import CheckpointUnreadable
 from serve_common.names import GoalId, HostId
-from serve_controller.adapters import postgres_store
-from serve_controller.adapters.checkpoint_rows import (
-    SCHEMA_VERSION,
-    Row,
-    dump,
-    dump_changes,
-    load,
-    load_checkpoint,
-)
-from serve_controller.adapters.sql import MIGRATIONS, QUERIES, ordered_migrations, parse_queries
 from serve_controller.core.objects import (
     Counters,
     Goal,
@@ -31,6 +19,14 @@ from serve_controller.core.objects import (
     ObjectChanges,
     ObjectKind,
     get_key,
+)
+from serve_controller.shell.checkpoint_rows import (
+    SCHEMA_VERSION,
+    Row,
+    dump,
+    dump_changes,
+    load,
+    load_checkpoint,
 )
 from tests.support.paths import ROOT
 
@@ -121,44 +117,3 @@ def test_changes_become_rows_that_name_each_key_once():
     rows = dump_changes(changes)
     assert rows.puts == (dump(new),)
     assert rows.deletes == (("host", "h2"),)
-
-
-# The SQL files are complete, and the parser refuses what is not.
-
-
-def test_a_query_begins_with_its_name_and_purpose_and_ends_where_the_next_begins():
-    text = "-- preamble\n\n-- name: one\n-- First.\nSELECT 1;\n\n-- name: two\n-- Second.\n-- More.\nSELECT\n2;\n"
-    assert parse_queries(text) == {"one": "SELECT 1", "two": "SELECT\n2"}
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("-- name:\n-- P.\nSELECT 1;", "no name"),
-        ("-- name: a\n-- P.\nSELECT 1;\n-- name: a\n-- P.\nSELECT 1;", "'a' is defined twice"),
-        ("-- name: a\nSELECT 1;", "'a' has no purpose"),
-        ("-- name: a\n-- P.\n\n", "'a' has no body"),
-    ],
-)
-def test_an_incomplete_query_is_refused_by_name(text, reason):
-    with pytest.raises(ValueError, match=reason):
-        parse_queries(text)
-
-
-def test_every_query_is_used_and_ends_without_a_semicolon():
-    source = Path(postgres_store.__file__).read_text(encoding="utf-8")
-    assert set(re.findall(r'QUERIES\["(\w+)"\]', source)) == set(QUERIES)
-    assert not [name for name, sql in QUERIES.items() if ";" in sql]
-
-
-def test_migrations_are_put_in_order():
-    assert [m.name for m in ordered_migrations({"0002_b.sql": "B", "0001_a.sql": "A"})] == ["a", "b"]
-    assert MIGRATIONS[0].version == 1
-
-
-@pytest.mark.parametrize(
-    "names", [["first.sql"], ["0002_a.sql"], ["0001_a.sql", "0003_b.sql"], ["0001_a.sql", "0001_b.sql"]]
-)
-def test_a_migration_with_a_wrong_name_or_number_is_refused(names):
-    with pytest.raises(ValueError, match=r"named|numbered"):
-        ordered_migrations(dict.fromkeys(names, ""))
