@@ -22,8 +22,7 @@ from muster.embedded.supervisor import last_lines
 from muster.secrets import Secrets
 from serve_common.api.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.errors import ServeError
 from serve_common.identities.roles import Role
 

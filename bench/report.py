@@ -12,7 +12,7 @@ import msgspec
 
 from bench.counting import CONNECTIONS, PAIRS, CountingCost
 from bench.measure import Line, ProcessLine, Sample
-from serve_common.runtime.clock import SystemClock
+from serve_common.clock import SystemClock
 
 _HEAD = ["load", "system", "rate", "(min-max)", "p50 ms", "p99 ms", "first ms", "ratio", "errors"]
 _PROCESS_HEAD = ["load", "system", "process", "CPU s", "CPU us/request", "RSS MiB", "growth MiB"]

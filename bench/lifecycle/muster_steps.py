@@ -23,8 +23,7 @@ from muster.embedded import EmbeddedStack, StackFailed, StackOptions
 from muster.secrets import Secrets
 from serve_common.api.commands import ChangeReply, DeleteDeployment, Deploy
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 
 _NAME, _ROUTE = "noop", "/noop"

@@ -10,7 +10,7 @@ import msgspec
 from bench.lifecycle.figures import Line, Round
 from bench.lifecycle.story import SystemRound
 from bench.report import describe_machine
-from serve_common.runtime.clock import SystemClock
+from serve_common.clock import SystemClock
 
 _HEAD = [
     "change",

@@ -20,8 +20,7 @@ from bench.scale.sizes import REPLICAS_PER_BACKEND, backend_name
 from serve_common.api.commands import ChangeReply, Deploy
 from serve_common.api.queries import WaitForGoal
 from serve_common.api.views import GoalStatus, GoalView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
 from serve_common.nats.client import close_nats, connect_nats

@@ -11,7 +11,7 @@ import msgspec
 
 from bench.report import describe_machine
 from bench.scale.figures import ChangeFigures, Column, SteadyFigures
-from serve_common.runtime.clock import SystemClock
+from serve_common.clock import SystemClock
 
 GROWTH_MAX: Final = 1.5
 """Bytes of one change at the largest size over those at the smallest; more means that they depend on the others."""

@@ -20,6 +20,7 @@ import uvloop
 from bench.scale.fleets import HostFleet, ProxyFleet
 from bench.scale.tally import Tally
 from muster.secrets import Secrets
+from serve_common.clock import SystemClock
 from serve_common.identities.roles import Role
 from serve_common.nats.bucket_watch import BucketWatch
 from serve_common.nats.client import close_nats, connect_nats
@@ -27,7 +28,6 @@ from serve_common.nats.connection import BusConnection
 from serve_common.nats.login import build_login
 from serve_common.nats.options import BusOptions
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.logs import configure_logs
 from tests.support.identities import bus_settings

@@ -32,8 +32,7 @@ from serve_common.api.commands import DeleteDeployment, Deploy, PauseAutoscaling
 from serve_common.api.queries import GetDeploymentInfo
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 
 NAME: Final = "waiting"

@@ -13,7 +13,8 @@ from docs.generator import configuration
 from docs.generator.ranges import RANGES
 from docs.generator.structs import GENERATED, class_doc, field_table, fields_of, structs_within, type_text
 from serve_common.api.commands import Command, DeploymentSpec
-from serve_common.api.verbs import VERBS, ErrorView
+from serve_common.api.queries import VERBS
+from serve_common.api.views import ErrorView
 
 
 class Verb(NamedTuple):

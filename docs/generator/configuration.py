@@ -15,9 +15,16 @@ from serve_common.config.autoscaling import (
     AutoscalingQuery,
     LoadPoint,
 )
-from serve_common.config.backend import BackendConfig, BackpressureConfig, CircuitBreaker, OutlierEjection
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import (
+    BackendConfig,
+    BackpressureConfig,
+    CircuitBreaker,
+    EndpointOptions,
+    HttpOptions,
+    OutlierEjection,
+    RayActorOptions,
+    ReplicaConfig,
+)
 
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ReplicaConfig,

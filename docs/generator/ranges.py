@@ -11,10 +11,8 @@ from unittest.mock import patch
 
 import msgspec
 
-from serve_common.config import autoscaling, backend, endpoint, replica
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config import autoscaling, backend
+from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 
 
 class Range(NamedTuple):
@@ -75,12 +73,12 @@ def _record() -> dict[tuple[str, str], Range]:
         found[_owner(field)] = Range(low, high)
 
     with ExitStack() as stack:
-        for module in (autoscaling, backend, endpoint, replica):
+        for module in (autoscaling, backend):
             stack.enter_context(patch.object(module, "check_between", check_between))
         backend.check_backend_config(_filled(BackendConfig), "BackendConfig")
-        replica.check_replica_config(_filled(ReplicaConfig), "ReplicaConfig")
-        endpoint.check_endpoint_options(EndpointOptions(relative_slo_ms=1), "EndpointOptions")
-        endpoint.check_http_options(HttpOptions(), "HttpOptions")
+        backend.check_replica_config(_filled(ReplicaConfig), "ReplicaConfig")
+        backend.check_endpoint_options(EndpointOptions(relative_slo_ms=1), "EndpointOptions")
+        backend.check_http_options(HttpOptions(), "HttpOptions")
     return {key: limits for key, limits in found.items() if key not in SPECIAL}
 
 

@@ -21,7 +21,8 @@ from typing import Any, Final
 import asyncpg
 import msgspec
 
-from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
+from serve_common.api.queries import COMMANDS, VERBS
+from serve_common.api.views import ErrorView
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.control_plane import ControlPlane

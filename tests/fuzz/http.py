@@ -19,7 +19,7 @@ from typing import Final
 
 import psutil
 
-from serve_common.config.endpoint import METHODS
+from serve_common.config.backend import METHODS
 from serve_common.names import BackendTag
 from serve_common.runtime.request_context import set_replica_context
 from serve_replica_host.replica.process import ReplicaProcess

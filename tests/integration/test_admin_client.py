@@ -21,9 +21,8 @@ from muster.client import Stack, StackAddress, connect_stack
 from muster.secrets import Secrets, generate
 from serve_common.api.commands import ChangeReply, Deploy
 from serve_common.api.queries import GetStatus
-from serve_common.api.verbs import ErrorView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import ReplicaConfig
+from serve_common.api.views import ErrorView
+from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,

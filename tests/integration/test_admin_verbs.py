@@ -36,11 +36,10 @@ from serve_common.api.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
-from serve_common.api.verbs import COMMANDS, QUERIES
+from serve_common.api.queries import COMMANDS, QUERIES
 from serve_common.api.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions
 from serve_common.errors import NotFound
 from serve_controller.adapters.load_windows import YOUNG_S
 from tests.integration.admin_refusals import REFUSALS

@@ -21,8 +21,7 @@ from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetAutoscaling, GetDeploymentInfo, GetEvents
 from serve_common.api.views import AutoscalingView, EventView, GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 from tests.support.paths import APPS
 from tests.support.servers.reserved_port import ANY_PORTS

@@ -18,8 +18,8 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import KeyNotFoundError, NotFoundError
 
-from serve_common.api.verbs import VERBS, ErrorView
-from serve_common.api.views import EventView, GoalStatus, StatusView
+from serve_common.api.queries import VERBS
+from serve_common.api.views import ErrorView, EventView, GoalStatus, StatusView
 from serve_common.errors import LimitReached
 from serve_common.names import BackendTag, ControllerId, HostId, ProxyId, replica_tag
 from serve_common.nats import bucket_watch

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from muster.client.address import StackAddress
 from muster.client.requests import Feed, listen_to_stack
 from serve_common.api.views import EventView, GoalStatus, GoalView
+from serve_common.clock import SystemClock
 from serve_common.errors import BusUnavailable
 from serve_common.names import GoalId
 from serve_common.nats.client import close_nats, join_log_sink
@@ -25,7 +26,6 @@ from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import BusOptions
 from serve_common.protocol.reports import LogFilter, ReplayRecentLogs
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.clock import SystemClock
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import encode_line
 from serve_controller.adapters import jetstream as event_stream

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
-from serve_common.config.endpoint import METHODS
+from serve_common.config.backend import METHODS
 from serve_common.names import BackendTag
 from serve_common.protocol.subjects import HTTP_KEY
 from tests.integration.http_conformance_cases import CASES, OK, Case, chunked, get, post

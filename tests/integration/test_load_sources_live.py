@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serve_common.clock import SystemClock
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_common.runtime.clock import SystemClock
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.load_windows import LoadWindows
 from serve_controller.adapters.prometheus_api import PrometheusApi

@@ -16,8 +16,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from serve_common.api.verbs import PRINCIPAL_HEADER, PRINCIPAL_LENGTH_MAX, ErrorView
-from serve_common.api.views import EventView
+from serve_common.api.queries import PRINCIPAL_HEADER, PRINCIPAL_LENGTH_MAX
+from serve_common.api.views import ErrorView, EventView
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.nats.client import close_nats

@@ -8,7 +8,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from serve_common.runtime.clock import SystemClock
+from serve_common.clock import SystemClock
 from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
 from tests.support.stacks.proxy_stack import Stack
 

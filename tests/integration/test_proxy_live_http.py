@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_proxy.wiring import Proxy
 from tests.support.servers.nats_server import NatsServer

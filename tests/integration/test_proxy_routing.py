@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection
-from serve_common.config.endpoint import EndpointOptions
+from serve_common.config.backend import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
 from serve_common.dispatch.shadows import SHADOWS_PER_BACKEND_MAX
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import Wake

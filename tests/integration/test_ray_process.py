@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from serve_common.config.replica import RayActorOptions
+from serve_common.config.backend import RayActorOptions
 from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.ray_cluster import HOST, HostOnCluster

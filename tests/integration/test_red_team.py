@@ -23,8 +23,7 @@ from nats.errors import Error as NatsError
 
 from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetDeploymentInfo, GetHistory, GetStatus, ListDeployments
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.credentials import SEED_BYTES, KeyKind, NatsKey, UserIdentity, mint_user
 from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, inbox_prefix
 from serve_common.nats.login import mint_now

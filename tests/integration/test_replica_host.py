@@ -27,7 +27,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from muster.secrets import Secrets, generate
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.nats.client import connect_nats

@@ -28,8 +28,7 @@ from serve_common.api.commands import (
 )
 from serve_common.api.queries import GetStatus
 from serve_common.api.views import DeploymentStatus, GoalStatus
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import EndpointOptions
+from serve_common.config.backend import BackendConfig, EndpointOptions
 from serve_common.runtime.tasks import TaskOwner
 from serve_controller.shell.checkpoint_rows import read_backup
 from tests.support.loads.steady_load import SteadyLoad

@@ -15,8 +15,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from serve_common.api.queries import ListDeployments
-from serve_common.api.verbs import ErrorView
-from serve_common.api.views import DeploymentStatus, GoalStatus
+from serve_common.api.views import DeploymentStatus, ErrorView, GoalStatus
 from serve_common.errors import NotLeading
 from serve_common.names import BackendTag, replica_tag
 from serve_common.protocol.reports import HostGoal

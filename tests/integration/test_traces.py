@@ -16,9 +16,7 @@ import pytest
 from muster.handles import get_deployment_handle
 from muster.handles import runtime as handle_runtime
 from serve_common.api.commands import ChangeReply, Deploy
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import HttpOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, HttpOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.telemetry.catalogue.services import SPANS_DROPPED
 from serve_common.telemetry.trace_context import read_tracing_settings

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig, OnFailure, Placement
-from serve_common.config.endpoint import HttpOptions
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import (
+    BackendConfig,
+    HttpOptions,
+    OnFailure,
+    Placement,
+    RayActorOptions,
+    ReplicaConfig,
+)
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_controller.core.checkpoint import Checkpoint, Draft

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.reports import HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (

@@ -9,7 +9,7 @@ import msgspec
 
 from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, parse_backend_tag
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from tests.simulation.check_budgets import wanted_of

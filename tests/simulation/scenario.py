@@ -9,8 +9,7 @@ from typing import Final
 
 from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_controller.shell.control_loop import Term
 from tests.simulation.clients import Step
 from tests.simulation.crashes import CrashPoint

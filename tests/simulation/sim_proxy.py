@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot

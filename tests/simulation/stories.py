@@ -8,9 +8,14 @@ from typing import Any, Final
 
 from serve_common.api import commands as c
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig, OnFailure, Placement
-from serve_common.config.endpoint import EndpointOptions
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import (
+    BackendConfig,
+    EndpointOptions,
+    OnFailure,
+    Placement,
+    RayActorOptions,
+    ReplicaConfig,
+)
 from tests.simulation.clients import Step
 from tests.simulation.sim_host import BAD_CONFIG, Code
 from tests.simulation.sim_proxy import MISSING_MIDDLEWARE

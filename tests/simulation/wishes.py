@@ -9,9 +9,7 @@ import msgspec
 
 from serve_common.api import commands as c
 from serve_common.config import backend as merging
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.names import HostId, deployment_tag
 
 

@@ -84,7 +84,7 @@ class World(Kernel):
             self.controllers.append(SimController(self, f"controller-{number}"))
 
     def now(self) -> float:
-        """See `serve_common.ports.Clock`: the world is its controllers' clock."""
+        """See `serve_common.clock.Clock`: the world is its controllers' clock."""
         return self.time
 
     def add_host(self) -> None:

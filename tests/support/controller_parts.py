@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, parse_ordinal, replica_tag
 from serve_common.protocol.reports import HostReport
 from serve_controller.core.checkpoint import Checkpoint

@@ -21,10 +21,10 @@ from typing import Final
 import msgspec
 
 from muster import identities
+from serve_common.clock import SystemClock
 from serve_common.errors import PermanentError
 from serve_common.identities.roles import Role
 from serve_common.names import check_name
-from serve_common.runtime.clock import SystemClock
 
 NATS_ROLES: Final = tuple(role.value for role in Role)
 """The plain users of deploy/nats/plain.conf; the file ``nats_<role>`` holds the password of each."""

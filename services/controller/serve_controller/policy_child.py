@@ -22,11 +22,10 @@ from typing import IO, Any, Final
 import msgspec
 
 from serve_common.config.autoscaling import AutoscalingContext
-from serve_common.config.validation import check_size
 from serve_common.errors import BadField
 from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_common.runtime import guardian
-from serve_common.text import truncate, truncate_start
+from serve_common.values import check_size, truncate, truncate_start
 
 MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
 """Limit of the child's address space, bytes."""

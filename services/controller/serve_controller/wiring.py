@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 import structlog
 from prometheus_client import CollectorRegistry
 
+from serve_common.clock import SystemClock
 from serve_common.errors import BusUnavailable
 from serve_common.nats.client import close_nats, connect_nats, join_log_sink, ping_nats
 from serve_common.nats.login import declare_identity
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusHealthCheck, LoopLag
 from serve_common.runtime.operations import (
     OperationsServer,

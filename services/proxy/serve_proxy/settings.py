@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.request_body import BODIES_BYTES_MAX
 from serve_common.identities.roles import Role
 from serve_common.names import ProxyId

@@ -11,6 +11,7 @@ from typing import Final, final
 import structlog
 from prometheus_client import CollectorRegistry
 
+from serve_common.clock import SystemClock
 from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
 from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import ModelHolders, Routes
@@ -21,7 +22,6 @@ from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.login import build_login, declare_identity
 from serve_common.nats.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusHealthCheck, LoopLag, first_error
 from serve_common.runtime.operations import (
     OperationsServer,

@@ -16,7 +16,7 @@ from typing import NoReturn
 import structlog
 
 from serve_common.errors import BadField
-from serve_common.runtime.private_directory import ensure_private_directory
+from serve_common.runtime.child_process import ensure_private_directory
 from serve_common.runtime.settings import Environment
 from serve_common.telemetry.logs import configure_logs
 from serve_replica_host.adapters.local_process import (

@@ -16,7 +16,7 @@ import sys
 from typing import Final, NoReturn
 
 from serve_common.errors import BadField
-from serve_common.runtime.private_directory import ensure_private_directory
+from serve_common.runtime.child_process import ensure_private_directory
 from serve_common.telemetry.logs import configure_child_logs
 from serve_replica_host.adapters.ray_protocol import (
     CALL_BYTES_MAX,

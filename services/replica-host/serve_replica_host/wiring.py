@@ -15,9 +15,9 @@ from typing import Final
 
 import structlog
 
+from serve_common.clock import SystemClock
 from serve_common.nats.login import declare_identity
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusHealthCheck, LoopLag
 from serve_common.runtime.operations import OperationsServer, ProcessPages, metrics_url
 from serve_common.runtime.tasks import TaskOwner

@@ -13,7 +13,7 @@ from immutables import Map
 
 from serve_common.api.commands import ChangeReply, Command
 from serve_common.api.views import GoalStatus
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, HttpSnapshot, Snapshot

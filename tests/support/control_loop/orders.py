@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.api.commands import CreateBackend, CreateEndpoint, Deploy, DeployApplication, DeploymentSpec
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 
 BAD_CODE = "bad:Code"
 """Its constructor raises."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import HostId, ReplicaTag
 from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.support.control_loop.orders import BAD_CODE

@@ -17,8 +17,7 @@ from muster.client.admin import AdminClient
 from serve_common.api.commands import ChangeReply, Deploy, ShadowTraffic
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.names import GoalId
 from serve_common.runtime.tasks import raise_if_cancelled
 from tests.support.paths import APPS

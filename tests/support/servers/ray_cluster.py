@@ -24,7 +24,7 @@ import psutil
 from nats.aio.client import Client
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.frames import Head, RequestHead, RequestKind, decode_frame, encode_frame
 from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus

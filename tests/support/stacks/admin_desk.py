@@ -14,10 +14,9 @@ from nats.aio.subscription import Subscription
 
 from muster.client.admin import AdminClient
 from serve_common.api.commands import ChangeReply
-from serve_common.api.queries import GetEvents, GetStatus
-from serve_common.api.verbs import VERBS, ErrorView
-from serve_common.api.views import EventView, GoalStatus, GoalView
-from serve_common.config.replica import ReplicaConfig
+from serve_common.api.queries import VERBS, GetEvents, GetStatus
+from serve_common.api.views import ErrorView, EventView, GoalStatus, GoalView
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import GoalId
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects

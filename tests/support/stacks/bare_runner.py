@@ -23,8 +23,7 @@ import psutil
 import structlog
 import uvloop
 
-from serve_common.config.endpoint import HttpOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import HttpOptions, ReplicaConfig
 from serve_common.names import BackendTag, ProxyId, ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings, OperationsSettings

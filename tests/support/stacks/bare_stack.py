@@ -19,7 +19,7 @@ import msgspec
 import nats
 from nats.js.kv import KeyValue
 
-from serve_common.config.endpoint import METHODS
+from serve_common.config.backend import METHODS
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot

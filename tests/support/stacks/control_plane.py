@@ -32,15 +32,14 @@ from muster.client.connect import connect_stack
 from serve_common.api.commands import Deploy, Request
 from serve_common.api.queries import GetStatus
 from serve_common.api.views import StatusView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import ReplicaConfig
+from serve_common.clock import SystemClock
+from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.nats.client import close_nats, connect_nats
 from serve_common.protocol.reports import HostGoal, ProxyReport, ReplicaGoal, ReplicaStatus
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import Subjects
 from serve_common.routing.route_table import SnapshotTable
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_common.telemetry.log_lines import RefusedMessages

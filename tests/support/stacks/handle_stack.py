@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from muster.secrets import generate
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.identities.roles import Role, call_tags
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backend_tag
 from serve_common.nats.client import connect_nats

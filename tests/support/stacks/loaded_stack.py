@@ -31,8 +31,7 @@ from muster.secrets import NAMES, generate
 from serve_common.api.commands import ChangeReply, Deploy
 from serve_common.api.queries import GetDeploymentInfo, GetStatus
 from serve_common.api.views import GoalStatus, ReplicaView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
 from serve_common.runtime.settings import BusSettings

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import nats
 
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.backend import EndpointOptions, HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.nats.client import close_nats
 from serve_common.protocol.reports import ProxyReport

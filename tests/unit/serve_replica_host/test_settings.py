@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serve_common.errors import BadField
-from serve_common.runtime.private_directory import ensure_private_directory
+from serve_common.runtime.child_process import ensure_private_directory
 from serve_common.runtime.settings import Environment
 from serve_replica_host.adapters.ray_protocol import RaySettings
 from serve_replica_host.ray_main import prepare_ray_environment

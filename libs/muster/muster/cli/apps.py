@@ -21,9 +21,7 @@ from muster.cli.session import Session
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
-from serve_common.config.backend import check_backend_config
-from serve_common.config.endpoint import check_endpoint_options
-from serve_common.config.replica import check_replica_config
+from serve_common.config.backend import check_backend_config, check_endpoint_options, check_replica_config
 from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
 

@@ -21,15 +21,18 @@ from serve_common.config.backend import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
+    EndpointOptions,
     OnFailure,
     OutlierEjection,
     Placement,
+    RayActorOptions,
+    ReplicaConfig,
     ReplicaPolicyName,
     check_backend_config,
+    check_endpoint_options,
+    check_replica_config,
     merged,
 )
-from serve_common.config.endpoint import EndpointOptions, check_endpoint_options
-from serve_common.config.replica import RayActorOptions, ReplicaConfig, check_replica_config
 from serve_common.errors import BadField
 
 _CODE, _SIZE, _UPDATES = "Code", "Size and place", "Updates"

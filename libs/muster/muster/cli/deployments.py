@@ -38,10 +38,10 @@ from muster.cli.queries import (
 from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
 from serve_common.api.views import GoalStatus, GoalView
-from serve_common.config.backend import NUM_REPLICAS_MAX
-from serve_common.config.validation import check_between
+from serve_common.config.autoscaling import REPLICAS_MAX
 from serve_common.errors import BadField
 from serve_common.names import GoalId, check_route, deployment_tag
+from serve_common.values import check_between
 
 
 @change_command(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS, *ENDPOINT_OPTIONS))
@@ -152,7 +152,7 @@ def scale(
     'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
-    check_between(num_replicas, 0, NUM_REPLICAS_MAX, "REPLICAS")
+    check_between(num_replicas, 0, REPLICAS_MAX, "REPLICAS")
     what = short_name(tag)
     return ChangeRequest(
         command=Scale(backend_tag=tag, num_replicas=num_replicas),

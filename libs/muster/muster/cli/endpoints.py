@@ -40,8 +40,7 @@ from serve_common.api.commands import (
 )
 from serve_common.api.queries import GetAllEndpoints, GetHttpConfig
 from serve_common.api.views import EndpointView
-from serve_common.config.backend import merged
-from serve_common.config.endpoint import EndpointOptions, HttpOptions, check_http_options
+from serve_common.config.backend import EndpointOptions, HttpOptions, check_http_options, merged
 from serve_common.errors import BadField
 from serve_common.names import check_route, deployment_tag
 

@@ -27,10 +27,10 @@ from muster.client.address import StackAddress
 from muster.client.requests import FeedMessage
 from serve_common.api.queries import GetEvents, GetHistory, GetRevisions
 from serve_common.api.views import EventView, GoalView, HistoryView, RevisionView
+from serve_common.clock import SystemClock
 from serve_common.errors import BadField
 from serve_common.names import ReplicaTag, deployment_tag, parse_backend_tag
 from serve_common.protocol.subjects import UNREADABLE, Subjects
-from serve_common.runtime.clock import SystemClock
 
 _GOAL: Final = "goal"
 _RETRY_S: Final = 15.0

@@ -28,10 +28,8 @@ from rich.text import Text
 
 from muster.cli import parsing
 from serve_common.api.views import ReplicaView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import METHODS
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
-from serve_common.text import truncate
+from serve_common.config.backend import METHODS, BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values import truncate
 
 _PIPED_WIDTH = 200
 """Width of tables that are not written to a terminal, in columns."""

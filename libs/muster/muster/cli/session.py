@@ -23,7 +23,7 @@ from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord, running_stack
 from muster.secrets import Secrets
-from serve_common.api.verbs import ErrorView
+from serve_common.api.views import ErrorView
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,

@@ -28,8 +28,7 @@ from muster.secrets import Secrets
 from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetDeploymentInfo
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.errors import NotFound, PermanentError, ServeError
 from serve_common.identities.roles import Role
 from serve_common.names import deployment_tag

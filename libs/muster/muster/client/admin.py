@@ -11,8 +11,15 @@ import msgspec
 
 from muster.client.requests import NoListeners, NoReply, Requests, ignore, parse_error
 from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, Command, Request, Restore, RestoreReply
-from serve_common.api.queries import GetBackup, GetStatus, ListDeployments, PagedQuery, WaitForGoal
-from serve_common.api.verbs import PRINCIPAL_HEADER, PRINCIPAL_LENGTH_MAX
+from serve_common.api.queries import (
+    PRINCIPAL_HEADER,
+    PRINCIPAL_LENGTH_MAX,
+    GetBackup,
+    GetStatus,
+    ListDeployments,
+    PagedQuery,
+    WaitForGoal,
+)
 from serve_common.api.views import GoalStatus, GoalView, StatusView
 from serve_common.errors import FencedOut, LimitReached, NotFound, ServeError, TransientError
 from serve_common.names import GoalId

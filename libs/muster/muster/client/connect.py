@@ -14,7 +14,7 @@ import msgspec
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
 from muster.client.requests import AdminReply, NoListeners, NoReply, Requests, parse_error
-from serve_common.api.verbs import PRINCIPAL_LENGTH_MAX
+from serve_common.api.queries import PRINCIPAL_LENGTH_MAX
 from serve_common.errors import DeadlineExceeded, TransientError
 from serve_common.names import EndpointTag, deployment_tag
 from serve_common.protocol.subjects import Subjects

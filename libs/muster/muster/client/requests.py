@@ -10,7 +10,7 @@ import msgspec
 
 from muster.client.address import StackAddress
 from serve_common import errors
-from serve_common.api.verbs import ErrorView
+from serve_common.api.views import ErrorView
 from serve_common.errors import BadField, ServeError, TransientError
 
 

@@ -21,7 +21,7 @@ from muster.embedded.process import ProcessSpec, http_probe
 from muster.identities import SERVER_FILE
 from muster.secrets import Secrets
 from serve_common.identities.roles import Role
-from serve_common.runtime.private_directory import ensure_private_directory, quarantine
+from serve_common.runtime.child_process import ensure_private_directory, quarantine
 
 NATS = "nats"
 MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}

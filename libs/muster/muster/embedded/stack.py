@@ -39,7 +39,7 @@ from muster.embedded.services import (
 )
 from muster.embedded.supervisor import Supervisor
 from muster.secrets import generate
-from serve_common.runtime.private_directory import ensure_private_directory
+from serve_common.runtime.child_process import ensure_private_directory
 from serve_common.runtime.tasks import TaskOwner
 
 LOOPBACK = "127.0.0.1"

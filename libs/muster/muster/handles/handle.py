@@ -24,11 +24,11 @@ from muster.handles.options import HandleOptions, RequestCancelled, check_option
 from muster.handles.pickles import pickle_arguments, pickle_one, to_exception, unpickle
 from muster.handles.runtime import runtime
 from muster.handles.wakeups import check_not_on_loop, make_waiter, wait_in_thread
+from serve_common.clock import SystemClock
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
 from serve_common.names import DEFAULT_APPLICATION, check_name
 from serve_common.protocol.frames import CallHead
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import current_replica, request_context
 from serve_common.telemetry.request_traces import process_tracer
 

@@ -16,7 +16,7 @@ import structlog
 from muster.handles.calls import CallOutcome, HandleCall, get_headers
 from muster.handles.options import CallNotAllowed, RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
-from serve_common.config.replica import allows
+from serve_common.config.backend import allows
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Call, RequestSpec, Response, ResponseBody
 from serve_common.dispatch.dispatcher import Dispatcher

@@ -11,9 +11,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from serve_common.api.views import PlanView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import METHODS, EndpointOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import METHODS, BackendConfig, EndpointOptions, ReplicaConfig
 from serve_common.names import GoalId
 
 Reply_co = TypeVar("Reply_co", covariant=True)

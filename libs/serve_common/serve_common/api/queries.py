@@ -1,18 +1,22 @@
-"""Queries: requests to ``serve.admin.<verb>`` that change nothing.
+"""Queries, requests to ``serve.admin.<verb>`` that change nothing; and the table of all verbs.
 
 Why pages: a reply must fit one NATS message (1 MiB by default), and lists grow with the system. A page holds at most
 ``limit`` items that come after ``after`` in the order of names; one that is shorter than ``limit`` is the last.
+
+Why a table of verbs: the controller offers exactly these, and the client and the CLI are tested against it.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 import msgspec
 
+from serve_common.api import commands
 from serve_common.api import views as v
 from serve_common.api.commands import Command, Reply_co, Request
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.names import GoalId
 
 PAGE_LIMIT_MAX = 10_000
@@ -198,3 +202,29 @@ class Plan(Query[v.PlanView], frozen=True, kw_only=True):
     def for_command(cls, command: Command[Any]) -> Plan:
         """Build the query for what ``command`` would do."""
         return cls(command_verb=command.verb, request=msgspec.Raw(msgspec.json.encode(command)))
+
+
+COMMANDS: Final[Mapping[str, type[Command[Any]]]] = {
+    kind.verb: kind
+    for kind in vars(commands).values()
+    if isinstance(kind, type) and issubclass(kind, Command) and hasattr(kind, "verb")
+}
+"""Every verb that changes state."""
+
+QUERIES: Final[Mapping[str, type[Query[Any]]]] = {
+    kind.verb: kind
+    for kind in tuple(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Query) and hasattr(kind, "verb")
+}
+"""Every verb that changes nothing."""
+
+VERBS: Final[Mapping[str, type[Request[Any]]]] = {**COMMANDS, **QUERIES}
+
+PRINCIPAL_HEADER: Final = "Muster-Principal"
+"""NATS header with the client's name for the audit log: an unverified claim."""
+PRINCIPAL_LENGTH_MAX: Final = 200
+
+
+def sanitize_principal(claimed: str) -> str:
+    """``claimed`` as it is stored and shown: one line of printable characters, at most `PRINCIPAL_LENGTH_MAX`."""
+    return " ".join("".join(c if c.isprintable() else " " for c in claimed).split())[:PRINCIPAL_LENGTH_MAX]

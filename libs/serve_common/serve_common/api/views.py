@@ -11,9 +11,7 @@ from typing import Any
 
 import msgspec
 
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import EndpointOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, EndpointOptions, ReplicaConfig
 from serve_common.names import GoalId
 
 
@@ -429,3 +427,14 @@ class LoadView(msgspec.Struct, frozen=True, kw_only=True):
     """Current load of each backend."""
     unreachable: list[str]
     """Addresses of services that did not respond in time."""
+
+
+class ErrorView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of an error reply; the headers ``Nats-Service-Error`` and ``…-Code`` summarize it."""
+
+    code: str
+    """Stable error code, such as ``not_found``."""
+    message: str
+    """Explanation for people."""
+    field: str = ""
+    """Path of the bad field, such as ``backend_config.num_replicas``."""

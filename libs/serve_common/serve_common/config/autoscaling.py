@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from serve_common.config.validation import check_between, check_import_path, check_size
 from serve_common.errors import BadField
+from serve_common.values import check_between, check_import_path, check_size
 
 REPLICAS_MAX: Final = 10_000
 QUERY_LENGTH_MAX: Final = 4096

@@ -1,20 +1,116 @@
-"""Configuration of a backend: number of replicas, updates, health, and how routers balance requests."""
+"""Configuration of backends (their code, number of replicas, updates, health, balancing), of endpoints, and of HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from serve_common.config.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.config.replica import check_may_call
-from serve_common.config.validation import check_between, check_size
 from serve_common.errors import BadField
+from serve_common.names import check_name
+from serve_common.values import check_between, check_import_path, check_size
 
-NUM_REPLICAS_MAX = REPLICAS_MAX
+EVERYTHING: Final = "*"
+CALLS_MAX: Final = 100
+
+
+def check_may_call(may_call: Sequence[str], field: str) -> None:
+    """Raise `BadField` unless each entry is an application, ``application/deployment``, or `EVERYTHING`."""
+    if len(may_call) > CALLS_MAX:
+        raise BadField(field, f"has {len(may_call)} entries; at most {CALLS_MAX} are allowed")
+    for called in may_call:
+        if called == EVERYTHING:
+            continue
+        parts = called.split("/")
+        if len(parts) > 2:
+            raise BadField(field, f"{called[:100]!r} must be an application, application/deployment, or '*'")
+        for part in parts:
+            check_name(part, field)
+
+
+def allows(may_call: Sequence[str] | None, own_tag: str, called_tag: str) -> bool:
+    """Whether a replica of deployment ``own_tag`` may call ``called_tag``; None allows only its own application.
+
+    Why ``may_call`` is configuration: NATS enforces it, through the permissions in each replica's token, and those must
+    not be the choice of the replica's own code. Handles check too, before they send, so that a call that NATS would
+    drop fails with a reason.
+    """
+    app = called_tag.partition("/")[0]
+    if may_call is None:
+        return app == own_tag.partition("/")[0]
+    return any(called in (EVERYTHING, app, called_tag) for called in may_call)
+
+
+class RayActorOptions(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Resources and environment of one replica's Ray actor; names and defaults as in Ray Serve."""
+
+    num_cpus: float = 1.0
+    """CPUs to reserve, for each replica; fractions are allowed."""
+    num_gpus: float = 0.0
+    """GPUs to reserve, for each replica; fractions are allowed."""
+    memory: float = 0.0
+    """Bytes to reserve; 0 reserves none."""
+    resources: dict[str, float] = {}
+    """Amounts of custom resources by name."""
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment; only ``env_vars`` is supported."""
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Code of a replica. Changing it makes a new code version: replicas are replaced."""
+
+    import_path: str
+    """``module:attribute`` of a class or function, imported in the replica's process."""
+    app_dir: str = ""
+    """Directory that comes first on ``sys.path``, as the replica hosts see it; empty for none."""
+    init_args: list[Any] = []
+    """Positional arguments of the constructor; JSON of at most 64 KiB."""
+    init_kwargs: dict[str, Any] = {}
+    """Keyword arguments of the constructor; JSON of at most 64 KiB."""
+    ray_actor_options: RayActorOptions = RayActorOptions()
+    """Resources and environment of each replica."""
+
+
+def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
+    """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
+    check_import_path(config.import_path, f"{field}.import_path")
+    if len(config.app_dir) > 4096 or "\0" in config.app_dir:
+        raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
+    options, at = config.ray_actor_options, f"{field}.ray_actor_options"
+    check_between(options.num_cpus, 0, 10_000, f"{at}.num_cpus")
+    check_between(options.num_gpus, 0, 10_000, f"{at}.num_gpus")
+    check_between(options.memory, 0, 2**50, f"{at}.memory")
+    if len(options.resources) > 32:
+        raise BadField(f"{at}.resources", f"has {len(options.resources)} entries; at most 32 are allowed")
+    for name, amount in options.resources.items():
+        if not 0 < len(name) <= 63 or name in {"CPU", "GPU", "memory"}:
+            raise BadField(f"{at}.resources", f"{name[:80]!r} is not a name for a custom resource")
+        check_between(amount, 0, 10**9, f"{at}.resources.{name}")
+    _check_runtime_env(options.runtime_env, f"{at}.runtime_env")
+    check_size(config.init_args, f"{field}.init_args")
+    check_size(config.init_kwargs, f"{field}.init_kwargs")
+    return config
+
+
+def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
+    for key in runtime_env:
+        if key != "env_vars":
+            raise BadField(f"{field}.{key[:80]}", "is not supported; env_vars is")
+    env_vars = runtime_env.get("env_vars", {})
+    if not isinstance(env_vars, dict):
+        raise BadField(f"{field}.env_vars", "must be an object of strings")
+    for name, value in env_vars.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise BadField(f"{field}.env_vars", f"{str(name)[:80]!r} is not a name of a variable")
+        if not isinstance(value, str) or "\0" in value:
+            raise BadField(f"{field}.env_vars.{name[:80]}", "must be a string without NUL")
+    check_size(runtime_env, field)
 
 
 class Placement(Enum):
@@ -140,7 +236,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def check_backend_config(config: BackendConfig, field: str = "backend_config") -> BackendConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    check_between(config.num_replicas, 0, NUM_REPLICAS_MAX, f"{field}.num_replicas")
+    check_between(config.num_replicas, 0, REPLICAS_MAX, f"{field}.num_replicas")
     check_between(config.max_concurrent_queries, 1, 100_000, f"{field}.max_concurrent_queries")
     check_between(config.max_queued_requests, -1, 1_000_000, f"{field}.max_queued_requests")
     check_between(config.graceful_shutdown_timeout_s, 0, 3600, f"{field}.graceful_shutdown_timeout_s")
@@ -154,7 +250,7 @@ def check_backend_config(config: BackendConfig, field: str = "backend_config") -
     if config.max_surge_percent == 0 == config.max_unavailable_percent:
         raise BadField(f"{field}.max_surge_percent", "and max_unavailable_percent must not both be 0")
     if config.max_replicas_per_host is not None:
-        check_between(config.max_replicas_per_host, 1, NUM_REPLICAS_MAX, f"{field}.max_replicas_per_host")
+        check_between(config.max_replicas_per_host, 1, REPLICAS_MAX, f"{field}.max_replicas_per_host")
     check_between(config.packing_num, 1, 100_000, f"{field}.packing_num")
     check_between(config.retry_budget_percent, 0, 100, f"{field}.retry_budget_percent")
     _check_protection(config, field)
@@ -182,6 +278,83 @@ def _check_protection(config: BackendConfig, field: str) -> None:
     check_between(breaker.requests_min, 1, 100_000, f"{at}.requests_min")
     check_between(breaker.window_s, 1, 600, f"{at}.window_s")
     check_between(breaker.open_time_s, 0.1, 3600, f"{at}.open_time_s")
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an endpoint routes its requests and sets their deadlines.
+
+    Why not options of a backend: several backends may serve one endpoint, and one backend several endpoints.
+    """
+
+    shard_key_header: str = "X-Serve-Shard-Key"
+    """Request header whose value pins requests to one backend and replica; empty disables it."""
+    backend_header: str = ""
+    """Request header whose value selects one of the endpoint's backends, also one of weight 0; a value that names none
+    is refused with 400. Empty disables it."""
+    relative_slo_ms: float | None = None
+    """Milliseconds from arrival to the deadline of requests that set none; None means the request timeout."""
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
+
+
+def check_endpoint_options(options: EndpointOptions, field: str = "options") -> EndpointOptions:
+    """Return ``options`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
+    for name in ("shard_key_header", "backend_header"):
+        value: str = getattr(options, name)
+        if value and not _HEADER_NAME.fullmatch(value):
+            raise BadField(f"{field}.{name}", f"{value[:80]!r} cannot be the name of a header")
+    if options.relative_slo_ms is not None:
+        check_between(options.relative_slo_ms, 1, 86_400_000, f"{field}.relative_slo_ms")
+    return options
+
+
+MIDDLEWARES_MAX = 32
+
+
+BODY_BYTES_MAX = 64 * 1024 * 1024 * 1024
+"""Upper limit of `HttpOptions.body_bytes_max`."""
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """HTTP options that proxies apply to every request.
+
+    Why not settings of the proxies: these are changed while the proxies run, and on all of them at once.
+    """
+
+    request_timeout_s: float = 60.0
+    """Seconds from a request's arrival to the start of its response."""
+    body_bytes_max: int = 10 * 1024 * 1024
+    """Largest accepted request body, in bytes."""
+    header_timeout_s: float = 10.0
+    """Seconds for a client to send the head of a request, from its first byte."""
+    body_rate_min: int = 500
+    """Bytes per second, averaged over ten seconds, that a client must send of a body or receive of a response; 0
+    disables it."""
+    keep_alive_timeout_s: float = 90.0
+    """Seconds that a connection may be idle between two requests."""
+    middlewares: list[str] = []
+    """Middlewares as ``module:attribute``, imported by the proxies; at most `MIDDLEWARES_MAX`, the first is
+    the outermost."""
+    access_log: bool = False
+    """Whether each HTTP request is logged in one line when it has ended."""
+
+
+def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:
+    """Return ``options`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
+    check_between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
+    check_between(options.body_bytes_max, 1, BODY_BYTES_MAX, f"{field}.body_bytes_max")
+    check_between(options.header_timeout_s, 0.1, 3600, f"{field}.header_timeout_s")
+    check_between(options.body_rate_min, 0, 10**9, f"{field}.body_rate_min")
+    check_between(options.keep_alive_timeout_s, 0.1, 3600, f"{field}.keep_alive_timeout_s")
+    if len(options.middlewares) > MIDDLEWARES_MAX:
+        raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
+    for index, path in enumerate(options.middlewares):
+        check_import_path(path, f"{field}.middlewares[{index}]")
+    return options
 
 
 Merged = TypeVar("Merged", BackendConfig, EndpointOptions, HttpOptions)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from enum import Enum
 from typing import Final, final
 
-from serve_common.config.endpoint import METHODS
+from serve_common.config.backend import METHODS
 from serve_common.dispatch.errors import MethodNotAllowed, NoRoute
 from serve_common.errors import BadField, NotFound
 from serve_common.names import DEFAULT_APPLICATION, BackendTag, EndpointTag, ReplicaTag

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from serve_common.config.replica import EVERYTHING
+from serve_common.config.backend import EVERYTHING
 
 NAME: Final = "{{name()}}"
 """In a subject: replaced by the name in the user's token, which may be several tokens."""

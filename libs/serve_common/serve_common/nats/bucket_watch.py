@@ -26,8 +26,7 @@ from nats.errors import Error as NatsError
 from serve_common.errors import BusUnavailable
 from serve_common.nats.client import close_nats, connect_nats
 from serve_common.nats.options import Login
-from serve_common.ports import SnapshotListener
-from serve_common.protocol.snapshots import Snapshot
+from serve_common.protocol.snapshots import Snapshot, SnapshotListener
 from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner

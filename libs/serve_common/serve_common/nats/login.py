@@ -14,6 +14,7 @@ from typing import Final, final
 
 import structlog
 
+from serve_common.clock import SystemClock
 from serve_common.errors import BusAuthorizationFailed
 from serve_common.identities.credentials import (
     SEED_BYTES,
@@ -26,7 +27,6 @@ from serve_common.identities.credentials import (
     sign_nonce,
 )
 from serve_common.nats.options import Login
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.settings import BusSettings
 
 _log = structlog.get_logger(__name__)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
+from serve_common.clock import backoff_s
 from serve_common.errors import BusUnavailable, PermanentError, TransientError
-from serve_common.pacing import backoff_s
 
 
 class NotConnected(BusUnavailable):

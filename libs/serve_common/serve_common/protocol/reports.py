@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.subjects import UNREADABLE, Address, Amount, Count, Label, Moment, Seconds, Text
 

@@ -6,13 +6,20 @@ exist. The bucket is a cache; Postgres holds the same values and refills it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection, ReplicaPolicyName
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.backend import (
+    BackpressureConfig,
+    CircuitBreaker,
+    EndpointOptions,
+    HttpOptions,
+    OutlierEjection,
+    ReplicaPolicyName,
+)
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.subjects import Amount, Count
 
@@ -85,3 +92,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     voids_below: int = 0
     """Snapshots with a lower snapshot_id are void, without tombstones: the store was restored to an earlier state, and
     what still exists was published again, before this. Set in the HTTP key."""
+
+
+class SnapshotListener(Protocol):
+    """Receives the bucket's contents and changes from a watch, always in the order of the bucket."""
+
+    def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
+        """Changed keys (None: the key is gone from the bucket).
+
+        ``whole`` means that this is everything the bucket holds, after a (re)opened watch. A known key that is missing
+        from it only means that the bucket was lost; it will be refilled.
+        """
+        ...

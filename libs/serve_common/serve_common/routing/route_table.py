@@ -9,7 +9,7 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import (

@@ -1,4 +1,4 @@
-"""Child processes: how they are started, what they report, how they are stopped, and when they are started again.
+"""Child processes: how they are started, stopped and started again, what they report, and the directories they get.
 
 Why not the library's own alone: each parent must get the same things right. A child inherits no descriptor that was
 not meant for it, gets no Ctrl-C of its parent's terminal, may end at any moment, and may crash again and again.
@@ -9,13 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import socket
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, Self, final
 
-from serve_common.pacing import backoff_s
+import structlog
+
+from serve_common.clock import backoff_s
+
+_log = structlog.get_logger(__name__)
 
 STABLE_S: Final = 10.0
 """Seconds of life after which the end of a process does not count as a crash."""
@@ -204,3 +211,35 @@ def describe_exit(code: int) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(number).name}"
     return f"exited with code {code}"
+
+
+def ensure_private_directory(path: Path) -> None:
+    """Make ``path`` a directory of mode 0700 that belongs to this user; anything else there is moved aside.
+
+    Why existing files must not block a start: user code runs as the same user, and others may write into the parent.
+    What they leave under our name is moved aside, and removed as far as possible.
+
+    Raises OSError where that is not possible, such as for another user's directory below a sticky one.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        path.mkdir(mode=0o700)
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        quarantine(path)
+        path.mkdir(mode=0o700)
+    elif stat.S_IMODE(found.st_mode) != 0o700:
+        path.chmod(0o700)
+
+
+def quarantine(path: Path) -> None:
+    """Free the name ``path``. Raises OSError; what cannot be removed stays beside it, under another name."""
+    quarantined = path.with_name(f".{path.name}.aside-{secrets.token_hex(4)}")
+    path.rename(quarantined)
+    _log.warning("moved_aside", path=str(path), reason="it is not what was made there")
+    if quarantined.is_dir() and not quarantined.is_symlink():
+        shutil.rmtree(quarantined, ignore_errors=True)
+    else:
+        quarantined.unlink(missing_ok=True)

@@ -16,7 +16,6 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from serve_common.config.validation import shown
 from serve_common.errors import BadField
 from serve_common.identities.credentials import (
     Credentials,
@@ -27,6 +26,7 @@ from serve_common.identities.credentials import (
 )
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.names import check_name
+from serve_common.values import shown
 
 _ADVERTISED: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?|[0-9A-Fa-f:.]+")
 

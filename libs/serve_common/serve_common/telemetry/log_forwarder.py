@@ -13,11 +13,10 @@ from typing import Final, Protocol, final
 import msgspec
 import structlog
 
+from serve_common.clock import Clock, TokenBucket
 from serve_common.errors import BadField, ServeError
 from serve_common.names import check_name
 from serve_common.nats.connection import BusConnection
-from serve_common.pacing import TokenBucket
-from serve_common.ports import Clock
 from serve_common.protocol.reports import REPLAY_LINES_MAX, ReplayRecentLogs, get_kind, read_line
 from serve_common.protocol.subjects import UNREADABLE, Subjects
 from serve_common.runtime.tasks import TaskOwner

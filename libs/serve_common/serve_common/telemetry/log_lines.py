@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import msgspec
 import structlog
 
-from serve_common.ports import Clock
+from serve_common.clock import Clock
 
 TEXT_LENGTH_MAX: Final = 16 * 1024
 """Longest message or traceback, in characters."""

@@ -15,7 +15,7 @@ from typing import Any, Final, TextIO, cast, final
 
 import structlog
 
-from serve_common.runtime.clock import SystemClock
+from serve_common.clock import SystemClock
 from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_common.telemetry.log_lines import StandardError, encode_text_line

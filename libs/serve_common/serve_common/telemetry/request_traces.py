@@ -29,7 +29,7 @@ from opentelemetry.trace import (
     format_trace_id,
 )
 
-from serve_common.config.endpoint import METHODS
+from serve_common.config.backend import METHODS
 from serve_common.names import ReplicaTag, parse_backend_tag
 from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.trace_context import (
@@ -39,7 +39,7 @@ from serve_common.telemetry.trace_context import (
     TracingSettings,
     parse_traceparent,
 )
-from serve_common.text import truncate
+from serve_common.values import truncate
 
 if TYPE_CHECKING:
     from serve_common.telemetry.otlp import OtlpTracing

@@ -22,7 +22,7 @@ from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service, ServiceConfig
 from opentelemetry.trace import SpanKind
 
-from serve_common.api.verbs import COMMANDS, PRINCIPAL_HEADER, VERBS, sanitize_principal
+from serve_common.api.queries import COMMANDS, PRINCIPAL_HEADER, VERBS, sanitize_principal
 from serve_common.errors import LimitReached, ServeError
 from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner

@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_common.api.views import GoalStatus
+from serve_common.clock import Clock
 from serve_common.names import BackendTag, ProxyId
-from serve_common.ports import Clock
 from serve_common.runtime.operations import build_family, build_single
 from serve_common.telemetry.catalogue.controllers import (
     CHECKPOINT_SECONDS,

@@ -23,7 +23,7 @@ from serve_common.names import BackendTag
 from serve_common.telemetry.catalogue.proxies import PROXY_INFO, QUEUED_SECONDS
 from serve_common.telemetry.catalogue.replicas import ONGOING_SECONDS, REPLICA_CONNECTED
 from serve_common.telemetry.catalogue.services import HOST_INFO
-from serve_common.text import truncate
+from serve_common.values import truncate
 
 TIMEOUT_S: Final = 3.0
 CONCURRENCY: Final = 8

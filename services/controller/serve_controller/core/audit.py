@@ -14,7 +14,7 @@ from immutables import Map
 
 from serve_common.config.backend import BackendConfig
 from serve_common.protocol.reports import ReplicaGoal
-from serve_common.text import truncate
+from serve_common.values import truncate
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,

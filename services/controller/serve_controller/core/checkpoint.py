@@ -17,7 +17,7 @@ import msgspec
 from immutables import Map
 
 from serve_common.api.views import GoalStatus
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_backend_tag
 from serve_controller.core.objects import (
     Application,

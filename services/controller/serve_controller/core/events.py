@@ -23,7 +23,7 @@ from serve_common.names import (
     parse_backend_tag,
 )
 from serve_common.protocol.subjects import backend_key, endpoint_key
-from serve_common.text import truncate
+from serve_common.values import truncate
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals import application_owned, host_owned
 from serve_controller.core.objects import (

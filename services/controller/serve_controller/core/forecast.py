@@ -14,7 +14,7 @@ from immutables import Map
 
 from serve_common.api.views import PlannedAction, PlannedReplica, PlanView
 from serve_common.names import BackendTag, HostId, replica_tag
-from serve_common.text import truncate
+from serve_common.values import truncate
 from serve_controller.core.audit import (
     changed_fields,
     changed_names,

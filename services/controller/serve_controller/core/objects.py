@@ -14,9 +14,7 @@ import msgspec
 
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_ordinal
 from serve_common.protocol.snapshots import Snapshot
 

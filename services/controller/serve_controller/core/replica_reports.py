@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serve_common.pacing import backoff_s
+from serve_common.clock import backoff_s
 from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import fail, goal_failing_with

@@ -20,7 +20,7 @@ from serve_common.api.views import EventView
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
-from serve_common.text import truncate
+from serve_common.values import truncate
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingDecisionKind
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.events import MESSAGE_LENGTH_MAX

@@ -12,13 +12,12 @@ import msgspec
 from serve_common.api import commands as c
 from serve_common.api import queries as q
 from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, Command, Restore, RestoreReply
-from serve_common.api.queries import GetBackup
-from serve_common.api.verbs import sanitize_principal
+from serve_common.api.queries import GetBackup, sanitize_principal
 from serve_common.api.views import BackupPage, GoalStatus, GoalView
-from serve_common.config.validation import shown
+from serve_common.clock import Clock
 from serve_common.errors import BadField, FencedOut, LimitReached, NotFound, NotLeading
 from serve_common.names import GoalId
-from serve_common.ports import Clock
+from serve_common.values import shown
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.restoring import RestoreFrom, check_backup
 from serve_controller.core.observed import ObservedState

@@ -15,9 +15,9 @@ from typing import Final, final
 import msgspec
 import structlog
 
+from serve_common.clock import Clock
 from serve_common.config.autoscaling import AutoscalingContext, LoadPoint
 from serve_common.names import BackendTag
-from serve_common.ports import Clock
 from serve_common.protocol.reports import Wake
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
 from serve_controller.core.autoscaling.values import (

@@ -14,9 +14,9 @@ import structlog
 
 from serve_common.api.commands import Command, CommandReply
 from serve_common.api.views import EventView, GoalStatus, HistoryView
+from serve_common.clock import Clock
 from serve_common.errors import BusUnavailable, FencedOut, LimitReached, NotLeading, StoreUnavailable
 from serve_common.names import BackendTag, GoalId
-from serve_common.ports import Clock
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_common.telemetry.request_traces import Cause, Value, current_cause, note, operation
 from serve_controller.core.audit import audit_values

@@ -13,11 +13,11 @@ import msgspec
 
 from serve_common.api import queries as q
 from serve_common.api.commands import Command, Request
-from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
-from serve_common.api.views import HistoryView, LoadView, PlanView, StatusView
+from serve_common.api.queries import COMMANDS, VERBS
+from serve_common.api.views import ErrorView, HistoryView, LoadView, PlanView, StatusView
+from serve_common.clock import Clock
 from serve_common.errors import BadField, NotLeading, ServeError
 from serve_common.names import deployment_tag
-from serve_common.ports import Clock
 from serve_common.protocol.subjects import UNREADABLE
 from serve_controller.core.autoscaling.values import Targets, build_scrape_targets
 from serve_controller.core.checkpoint import Checkpoint

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
+from serve_common.clock import Clock
 from serve_common.errors import BusUnavailable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId
-from serve_common.ports import Clock
 from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport, Wake
 from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from serve_common.ports import Clock
+from serve_common.clock import Clock
 from serve_common.telemetry.log_lines import StandardError, dropped_line
 from serve_proxy.core.access_line import LINE_BYTES_MAX, AccessLine, AccessLines
 

@@ -10,8 +10,8 @@ from nats.aio.msg import Msg
 
 from serve_common.nats.bucket_watch import BucketConnection
 from serve_common.nats.client import ping_nats, publish_now
-from serve_common.ports import SnapshotListener
 from serve_common.protocol.reports import ProxyReport
+from serve_common.protocol.snapshots import SnapshotListener
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.operations import get_local_host
 from serve_common.runtime.settings import BusSettings

@@ -18,7 +18,7 @@ import structlog
 from aiohttp import HttpVersion11, web
 from aiohttp.streams import StreamReader
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, UploadMemory
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow

@@ -11,14 +11,14 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.clock import SystemClock
+from serve_common.config.backend import EndpointOptions, HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, RequestStats, can_repeat
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.upstream import ACCEPTED as SWITCHED
 from serve_common.errors import ServeError
 from serve_common.protocol.frames import CallHead, RequestKind
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.headers import (
     RequestHeaders,

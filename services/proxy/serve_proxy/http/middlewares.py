@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import structlog
 from aiohttp import web
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.admission import RequestStats
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import ObservedRequest, checked_headers

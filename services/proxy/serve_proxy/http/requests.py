@@ -14,7 +14,7 @@ from typing import Final, final
 import msgspec
 from aiohttp import web
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.errors import MethodNotAllowed
 from serve_common.errors import NotFound, ServeError

@@ -23,8 +23,8 @@ from typing import Final, final
 import msgspec
 from aiohttp import web
 
+from serve_common.clock import TokenBucket
 from serve_common.errors import BadField
-from serve_common.pacing import TokenBucket
 from serve_common.runtime.settings import Environment
 from serve_proxy.core.problems import Problem
 from serve_proxy.http.middlewares import Handler

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, TypeVar, final
 
 import structlog
 
-from serve_common.config.endpoint import HttpOptions, check_http_options
+from serve_common.config.backend import HttpOptions, check_http_options
 from serve_common.dispatch.admission import Endpoint, admit, admit_call
 from serve_common.dispatch.calls import Call, DataPlaneBus, RequestSpec, Response
 from serve_common.dispatch.dispatcher import Dispatcher

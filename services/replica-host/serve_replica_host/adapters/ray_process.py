@@ -25,12 +25,12 @@ from typing import Any, Final, final
 import msgspec
 import structlog
 
+from serve_common.clock import TokenBucket
 from serve_common.errors import BadField
 from serve_common.identities.credentials import SigningKey, UserIdentity
 from serve_common.identities.roles import Role, call_tags, inbox_prefix
 from serve_common.names import ReplicaTag
 from serve_common.nats.login import mint_now
-from serve_common.pacing import TokenBucket
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import tokens
 from serve_common.runtime import guardian

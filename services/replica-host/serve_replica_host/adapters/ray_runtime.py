@@ -15,7 +15,7 @@ from msgspec.msgpack import decode, encode
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from serve_common.config.replica import RayActorOptions
+from serve_common.config.backend import RayActorOptions
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal

@@ -18,7 +18,7 @@ from ray._private import node as ray_node
 from ray._private import parameter as ray_parameter
 from ray._private import worker as ray_worker
 
-from serve_common.config.replica import RayActorOptions
+from serve_common.config.backend import RayActorOptions
 from serve_replica_host.adapters.ray_protocol import RaySettings
 from serve_replica_host.replica.telemetry.remote import HostLocation
 

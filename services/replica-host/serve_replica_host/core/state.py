@@ -15,7 +15,7 @@ from serve_common.protocol.reports import (
     ReplicaReport,
     ReplicaStatus,
 )
-from serve_common.text import truncate_start
+from serve_common.values import truncate_start
 
 STARTS_MAX: Final = 8
 """Default of `HostState.starts_max`."""

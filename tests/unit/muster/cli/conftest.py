@@ -19,10 +19,11 @@ from muster.client.admin import AdminClient
 from muster.client.connect import Caller, Stack
 from muster.client.requests import AdminReply
 from serve_common.api.commands import ChangeReply, Request, ShutdownReply
-from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
+from serve_common.api.queries import COMMANDS, VERBS
 from serve_common.api.views import (
     DeploymentStatus,
     DeploymentView,
+    ErrorView,
     GoalStatus,
     GoalView,
     HostView,
@@ -31,8 +32,7 @@ from serve_common.api.views import (
     ReplicaView,
     StatusView,
 )
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.names import GoalId
 from serve_common.protocol.subjects import Subjects

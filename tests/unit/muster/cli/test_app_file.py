@@ -13,9 +13,13 @@ from typer.testing import Result
 
 from serve_common.api.commands import DeployApplication, DeploymentSpec
 from serve_common.api.views import PlanView
-from serve_common.config.backend import BackendConfig, CircuitBreaker, OnFailure
-from serve_common.config.endpoint import EndpointOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import (
+    BackendConfig,
+    CircuitBreaker,
+    EndpointOptions,
+    OnFailure,
+    ReplicaConfig,
+)
 from serve_common.errors import Conflict
 
 Muster = Callable[..., Result]

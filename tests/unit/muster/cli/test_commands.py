@@ -45,6 +45,8 @@ from serve_common.api.commands import (
     UpdateBackendConfig,
 )
 from serve_common.api.queries import (
+    COMMANDS,
+    QUERIES,
     GetAllApplications,
     GetAllBackends,
     GetAllEndpoints,
@@ -62,7 +64,6 @@ from serve_common.api.queries import (
     Query,
     WaitForGoal,
 )
-from serve_common.api.verbs import COMMANDS, QUERIES
 from serve_common.api.views import (
     ApplicationView,
     AutoscalingView,
@@ -83,16 +84,19 @@ from serve_common.api.views import (
 )
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig
 from serve_common.config.backend import (
+    METHODS,
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
+    EndpointOptions,
+    HttpOptions,
     OnFailure,
     OutlierEjection,
     Placement,
+    RayActorOptions,
+    ReplicaConfig,
     ReplicaPolicyName,
 )
-from serve_common.config.endpoint import METHODS, EndpointOptions, HttpOptions
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,

@@ -25,8 +25,7 @@ from muster.secrets import generate
 from serve_common.api.commands import ChangeReply, Deploy, Request
 from serve_common.api.queries import GetDeploymentInfo, GetHttpProxies
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView
-from serve_common.config.backend import BackendConfig
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.errors import NotFound, TransientError
 from serve_common.names import GoalId
 

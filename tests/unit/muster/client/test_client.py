@@ -30,10 +30,18 @@ from muster.client.requests import (
     restore_error,
 )
 from serve_common.api.commands import ChangeReply, Deploy, Request, SetTraffic
-from serve_common.api.queries import GetHosts, GetStatus, PagedQuery, Plan, WaitForGoal
-from serve_common.api.verbs import COMMANDS, PRINCIPAL_LENGTH_MAX, VERBS, ErrorView
-from serve_common.api.views import GoalStatus, GoalView, HostView, PlanView
-from serve_common.config.replica import ReplicaConfig
+from serve_common.api.queries import (
+    COMMANDS,
+    PRINCIPAL_LENGTH_MAX,
+    VERBS,
+    GetHosts,
+    GetStatus,
+    PagedQuery,
+    Plan,
+    WaitForGoal,
+)
+from serve_common.api.views import ErrorView, GoalStatus, GoalView, HostView, PlanView
+from serve_common.config.backend import ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,

@@ -11,19 +11,19 @@ from serve_common.config.backend import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
-    OutlierEjection,
-    check_backend_config,
-    merged,
-)
-from serve_common.config.endpoint import (
     EndpointOptions,
     HttpOptions,
+    OutlierEjection,
+    RayActorOptions,
+    ReplicaConfig,
+    check_backend_config,
     check_endpoint_options,
     check_http_options,
+    check_replica_config,
+    merged,
 )
-from serve_common.config.replica import RayActorOptions, ReplicaConfig, check_replica_config
-from serve_common.config.validation import NESTING_MAX, USER_CONFIG_BYTES_MAX
 from serve_common.errors import BadField
+from serve_common.values import NESTING_MAX, USER_CONFIG_BYTES_MAX
 
 
 def nested(depth: int) -> list[Any]:

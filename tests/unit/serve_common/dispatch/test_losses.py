@@ -8,8 +8,7 @@ import random
 import msgspec
 import pytest
 
-from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection
-from serve_common.config.endpoint import EndpointOptions
+from serve_common.config.backend import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
 from serve_common.dispatch.dispatcher import PATIENCE_S, PROBE_AFTER_S
 from serve_common.dispatch.errors import BackendStopped, CircuitOpen, LostTwice, QueueIsFull, ReplicaError
 from serve_common.dispatch.routes import AGAIN_S, MODELS_BYTES_MAX, SILENT_S, ModelHolders

@@ -11,7 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from muster import identities
-from serve_common.config.replica import allows, check_may_call
+from serve_common.config.backend import allows, check_may_call
 from serve_common.errors import BadField
 from serve_common.identities.__main__ import plain_config, plain_subjects
 from serve_common.identities.credentials import (

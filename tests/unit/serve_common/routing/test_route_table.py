@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_common.protocol.subjects import HTTP_KEY

@@ -1,4 +1,4 @@
-"""None"""
+"""Tasks and their owners, mailboxes between threads, and loops in threads of their own."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serve_common.api.views import EventView, GoalStatus
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId
 from serve_controller.core.audit import AUDIT_BYTES_MAX, LEFT_OUT, audit_values
 from serve_controller.core.checkpoint import Checkpoint

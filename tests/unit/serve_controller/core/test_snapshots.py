@@ -16,8 +16,14 @@ from serve_common.api.commands import (
     ShadowTraffic,
     UpdateBackendConfig,
 )
-from serve_common.config.backend import BackendConfig, CircuitBreaker, OutlierEjection, ReplicaPolicyName
-from serve_common.config.endpoint import METHODS, HttpOptions
+from serve_common.config.backend import (
+    METHODS,
+    BackendConfig,
+    CircuitBreaker,
+    HttpOptions,
+    OutlierEjection,
+    ReplicaPolicyName,
+)
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal

@@ -9,8 +9,7 @@ import pytest
 
 from serve_common.api.queries import PAGE_LIMIT_MAX, PagedQuery
 from serve_common.api.views import DeploymentStatus, GoalStatus, PlannedAction, PlanView
-from serve_common.config.endpoint import HttpOptions
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import HttpOptions, ReplicaConfig
 from serve_common.errors import BadField, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId
 from serve_common.protocol.reports import ProxyReport

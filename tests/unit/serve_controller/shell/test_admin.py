@@ -25,8 +25,7 @@ from serve_common.api.commands import (
     Deploy,
     RestoreReply,
 )
-from serve_common.api.queries import GetBackup
-from serve_common.api.verbs import COMMANDS, QUERIES, VERBS
+from serve_common.api.queries import COMMANDS, QUERIES, VERBS, GetBackup
 from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, Conflict, FencedOut, LimitReached, NotFound, NotLeading, ServeError
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId

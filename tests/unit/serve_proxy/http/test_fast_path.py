@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.backend import EndpointOptions, HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE, RequestStats
 from serve_common.dispatch.calls import Response, ResponseBody
 from serve_common.dispatch.request_body import UploadMemory

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.routing.route_table import HttpChange
 from serve_proxy.http.middlewares import add_directory, compose, load_middlewares
 from serve_proxy.shell import ingress as live_options

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.backend import EndpointOptions, HttpOptions
 from serve_common.dispatch.admission import RequestStats
 from serve_common.dispatch.calls import Response, ResponseBody
 from serve_common.dispatch.request_body import UploadMemory

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.frames import RequestKind

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal

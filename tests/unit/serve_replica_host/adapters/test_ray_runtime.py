@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from ray.exceptions import ActorUnavailableError
 
-from serve_common.runtime.clock import SystemClock
+from serve_common.clock import SystemClock
 from serve_replica_host.adapters.metrics_files import MetricsFiles, RemoteFiles
 from serve_replica_host.adapters.remote_replicas import FETCH_INTERVAL_S, RemoteReplica
 from serve_replica_host.replica.telemetry import remote as fetched_module

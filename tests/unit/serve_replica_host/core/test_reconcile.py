@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.reports import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (

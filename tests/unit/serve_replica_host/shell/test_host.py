@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaGoal, ReplicaStatus
 from serve_common.runtime.tasks import TaskOwner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.api.commands import DeleteApplication, DeployApplication
-from serve_common.config.endpoint import EndpointOptions, check_endpoint_options
+from serve_common.config.backend import EndpointOptions, check_endpoint_options
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route
 from serve_controller.core.checkpoint import Checkpoint, Draft

@@ -12,9 +12,13 @@ import msgspec
 
 from serve_common.api.commands import ChangeReply, CommandReply
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig, check_backend_config
-from serve_common.config.endpoint import METHODS
-from serve_common.config.replica import ReplicaConfig, check_replica_config
+from serve_common.config.backend import (
+    METHODS,
+    BackendConfig,
+    ReplicaConfig,
+    check_backend_config,
+    check_replica_config,
+)
 from serve_common.errors import BadField, LimitReached
 from serve_common.names import BackendTag, GoalId, check_name
 from serve_controller.core.audit import REPLICA_OPTIONS

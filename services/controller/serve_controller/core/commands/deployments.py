@@ -14,8 +14,7 @@ from serve_common.api.commands import (
     Rollback,
     UpdateBackendConfig,
 )
-from serve_common.config.backend import check_backend_config, merged
-from serve_common.config.endpoint import check_endpoint_options
+from serve_common.config.backend import check_backend_config, check_endpoint_options, merged
 from serve_common.errors import Conflict, NotFound
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
 from serve_common.protocol.subjects import backend_key

@@ -15,12 +15,11 @@ from serve_common.api.commands import (
     SetTraffic,
     ShadowTraffic,
 )
-from serve_common.config.backend import merged
-from serve_common.config.endpoint import check_endpoint_options, check_http_options
-from serve_common.config.validation import shown
+from serve_common.config.backend import check_endpoint_options, check_http_options, merged
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
 from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
+from serve_common.values import shown
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
     Accepted,

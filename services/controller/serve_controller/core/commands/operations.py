@@ -17,11 +17,11 @@ from serve_common.api.commands import (
     UpdateBackendConfig,
 )
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import NUM_REPLICAS_MAX
-from serve_common.config.validation import check_between
+from serve_common.config.autoscaling import REPLICAS_MAX
 from serve_common.errors import Conflict, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, check_name, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
+from serve_common.values import check_between
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import Accepted, changed, new_goal, nothing_to_do
 from serve_controller.core.commands.deployments import give_up, update_backend_config
@@ -67,7 +67,7 @@ _FIELD: Final = "backend_tag"
 def scale(checkpoint: Checkpoint, command: Scale, now: float) -> Accepted:
     """Set a backend's number of replicas; active autoscaling pauses."""
     existing = checkpoint.backends.get(deployment_tag(command.backend_tag, _FIELD))
-    check_between(command.num_replicas, 0, NUM_REPLICAS_MAX, "num_replicas")
+    check_between(command.num_replicas, 0, REPLICAS_MAX, "num_replicas")
     if existing is not None and not existing.deleting:
         config = msgspec.structs.replace(existing.target.backend_config, num_replicas=command.num_replicas)
         check_within_limits(config, "num_replicas")

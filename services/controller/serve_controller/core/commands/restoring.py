@@ -10,7 +10,7 @@ import msgspec
 
 from serve_common.api.commands import Command, Restore, RestoreReply
 from serve_common.api.views import GoalStatus
-from serve_common.config.endpoint import check_endpoint_options
+from serve_common.config.backend import check_endpoint_options
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route, deployment_tag
 from serve_common.protocol.subjects import HTTP_KEY, backend_key, endpoint_key

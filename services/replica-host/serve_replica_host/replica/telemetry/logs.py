@@ -12,11 +12,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TextIO, final
 
+from serve_common.clock import Clock, SystemClock
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.connection import BusConnection
-from serve_common.ports import Clock
 from serve_common.protocol.subjects import Subjects
-from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import StandardError, cut, encode_line, timestamp, user_fields

@@ -13,9 +13,8 @@ from typing import Final, final
 
 import msgspec
 
+from serve_common.clock import Clock, SystemClock
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.ports import Clock
-from serve_common.runtime.clock import SystemClock
 from serve_common.telemetry.log_lines import dropped_line
 from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, log_ids, open_stderr
 

@@ -15,7 +15,7 @@ from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_common.telemetry.request_traces import Tracer, Value, cut
 from serve_common.telemetry.trace_context import TraceParent
-from serve_common.text import truncate, truncate_start
+from serve_common.values import truncate, truncate_start
 
 ERROR_LINE_LENGTH_MAX: Final = 1_000
 

@@ -21,7 +21,7 @@ from serve_common.api.commands import (
     ShadowTraffic,
 )
 from serve_common.api.views import EndpointView, GoalStatus
-from serve_common.config.endpoint import EndpointOptions
+from serve_common.config.backend import EndpointOptions
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import EndpointSnapshot

@@ -17,7 +17,7 @@ from serve_common.api.commands import (
     UpdateBackendConfig,
 )
 from serve_common.api.views import DeploymentStatus, GoalStatus
-from serve_common.config.endpoint import HttpOptions
+from serve_common.config.backend import HttpOptions
 from serve_common.errors import BadField, CommandRefused, Conflict
 from serve_common.names import BackendTag, EndpointTag
 from serve_controller.core.objects import HttpRecord

@@ -20,7 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Mount, Route
 from structlog.testing import capture_logs
 
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, replica_tag
 from serve_common.protocol.frames import (
     WINDOW_FRAMES,

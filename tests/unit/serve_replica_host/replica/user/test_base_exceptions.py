@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 import muster as serve
 from muster.handles.pickles import to_exception
 from muster.multiplexing.models import close_model
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import ReplicaConfig
 from serve_common.dispatch.errors import ReplicaError
 from serve_common.errors import UserCodeRaised
 from serve_common.names import BackendTag, replica_tag

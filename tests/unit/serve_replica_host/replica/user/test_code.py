@@ -15,8 +15,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from serve_common.config.backend import BackpressureConfig
-from serve_common.config.replica import ReplicaConfig
+from serve_common.config.backend import BackpressureConfig, ReplicaConfig
 from serve_common.dispatch.errors import QueueIsFull
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, UserCodeRaised
 from serve_common.names import BackendTag, replica_tag

@@ -1,4 +1,4 @@
-"""Checks shared by all configuration structs, so that their error messages agree."""
+"""Values that people give and read: checks whose errors agree with one another, and texts that fit where they go."""
 
 from __future__ import annotations
 
@@ -56,3 +56,13 @@ def _check_nesting(value: Any, field: str) -> None:
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
+
+
+def truncate(text: str, length_max: int) -> str:
+    """At most ``length_max`` characters of ``text``: its beginning, and an ellipsis where the rest was."""
+    return text if len(text) <= length_max else f"{text[: length_max - 1]}…"
+
+
+def truncate_start(text: str, length_max: int) -> str:
+    """As `truncate`, but its end, such as the exception below a traceback."""
+    return text if len(text) <= length_max else f"…{text[-(length_max - 1) :]}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_common.pacing import TokenBucket, backoff_s
+from serve_common.clock import TokenBucket, backoff_s
 
 
 def test_a_bucket_allows_a_burst_and_then_its_rate() -> None:

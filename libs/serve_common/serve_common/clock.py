@@ -1,11 +1,34 @@
-"""How often a thing may be done: token buckets, and the waits between attempts.
+"""Time: the clock that services read, how often a thing may be done, and the waits between attempts.
 
-Why without a clock: callers pass the time, so that tests and the simulation choose it.
+Why an object: tests and the simulation choose the time. What is no loop takes it as ``now``.
 """
 
 from __future__ import annotations
 
-from typing import final
+import time
+from typing import Protocol, final
+
+
+class Clock(Protocol):
+    """Where time is read, so that simulation can move it."""
+
+    def now(self) -> float:
+        """Seconds since 1970; never goes backwards within a process."""
+        ...
+
+
+class SystemClock:
+    """Wall time at start, moved on by the monotonic clock, so that a step of the wall clock cannot end a lease.
+
+    It is the only place that reads wall time.
+    """
+
+    def __init__(self) -> None:
+        self._base = time.time() - time.monotonic()  # noqa: TID251 - this is the one place where time enters
+
+    def now(self) -> float:
+        """Seconds since 1970; never goes backwards."""
+        return self._base + time.monotonic()
 
 
 @final
