@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.nats.options import NotConnected, OutboundFull
-from serve_common.protocol.frames import ResponseHead, decode_frame, encode_frame
+from serve_common.protocol.frames import RequestHead, ResponseHead, decode_frame, encode_frame
 from serve_common.protocol.reports import Wake
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import Subjects, backend_key
@@ -186,6 +187,26 @@ class World:
     def ok(self, reply: bytes, body: bytes = b"ok") -> None:
         self.answer(reply, ResponseHead(200, [], True, 0), body)
 
+    def serve(self, body: bytes = b"ok") -> str:
+        """Answer the request that is the next published frame; the ordinal of the replica that it went to."""
+        replica, reply, _, _ = self.take(RequestHead)
+        self.ok(reply, body)
+        return replica
+
+    async def served_by(self, body: bytes = b"", **fields) -> str:
+        """The ordinal of the replica that a new request goes to, which answers it."""
+        task = await self.ask(body, **fields)
+        replica = self.serve()
+        await task
+        return replica
+
+    async def stream(self, **fields):
+        """Reply subject, call and response of a new request that is answered by a stream, of ``0`` so far."""
+        task = await self.ask(**fields)
+        reply = self.take(RequestHead)[1]
+        self.answer(reply, ResponseHead(200, [], False, 0), b"0")
+        return reply, *await task
+
     def look(self, after_s: float) -> None:
         self.beat.tick(self.now + after_s)
 
@@ -194,6 +215,14 @@ class World:
         assert not self.shadows.in_flight
         assert not self.bus.receivers
         assert all(router.in_flight == router.queue_depth == 0 for router in self.routes.routers.values())
+
+
+@asynccontextmanager
+async def emptied(world):
+    """Yield ``world``, and check after the test that each of its requests has ended and left nothing."""
+    yield world
+    assert all(task.done() for task in world.tasks), "a handler still waits"
+    world.assert_nothing_is_left()
 
 
 async def failure(task) -> ServeError:

@@ -41,108 +41,80 @@ def test_the_defaults_are_valid() -> None:
     assert check_replica_config(config) is config
 
 
+BACKENDS: list[tuple[str, Any]] = [
+    ("num_replicas", -1),
+    ("num_replicas", 10_001),
+    ("num_replicas", 10**400),
+    ("num_replicas", -(10**400)),
+    ("max_concurrent_queries", 0),
+    ("max_queued_requests", -2),
+    ("graceful_shutdown_timeout_s", -0.1),
+    ("graceful_shutdown_timeout_s", float("nan")),
+    ("health_check_period_s", 0.0),
+    ("health_check_timeout_s", float("inf")),
+    ("start_timeout_s", 0.5),
+    ("max_constructor_retry_count", 0),
+    ("user_config", "x" * USER_CONFIG_BYTES_MAX),
+    ("user_config", nested(NESTING_MAX + 1)),
+    ("packing_num", 0),
+    ("retry_budget_percent", 101.0),
+    ("backpressure_config.status_code", BackpressureConfig(status_code=500)),
+    ("backpressure_config.retry_after_s", BackpressureConfig(retry_after_s=-1.0)),
+    ("outlier_ejection.max_ejected_percent", OutlierEjection(max_ejected_percent=51.0)),
+    ("circuit_breaker.window_s", CircuitBreaker(window_s=float("nan"))),
+]
+REPLICAS: list[tuple[str, Any]] = [
+    ("import_path", ""),
+    ("import_path", "digits"),
+    ("import_path", "digits:"),
+    ("import_path", ":Digits"),
+    ("import_path", "a b:C"),
+    ("import_path", "../x:C"),
+    ("import_path", "m:C()"),
+    ("import_path", "m:C:D"),
+    ("import_path", "m" * 600 + ":C"),
+    ("app_dir", "x" * 5000),
+    ("app_dir", "a\0"),
+    ("init_args", nested(NESTING_MAX + 1)),
+    ("init_kwargs", {"x": "y" * USER_CONFIG_BYTES_MAX}),
+]
+ACTORS: list[tuple[dict[str, Any], str]] = [
+    ({"num_cpus": -1.0}, "num_cpus"),
+    ({"num_gpus": 1e9}, "num_gpus"),
+    ({"memory": float("nan")}, "memory"),
+    ({"resources": {"GPU": 1.0}}, "resources"),
+    ({"resources": {"": 1.0}}, "resources"),
+    ({"resources": {"x": -1.0}}, "resources.x"),
+    ({"resources": {f"r{n}": 1.0 for n in range(33)}}, "resources"),
+    ({"runtime_env": {"pip": []}}, "runtime_env.pip"),
+    ({"runtime_env": {"env_vars": []}}, "runtime_env.env_vars"),
+    ({"runtime_env": {"env_vars": {"A=B": "c"}}}, "runtime_env.env_vars"),
+    ({"runtime_env": {"env_vars": {"A": 1}}}, "runtime_env.env_vars.A"),
+    ({"runtime_env": {"env_vars": {"A": "\0"}}}, "runtime_env.env_vars.A"),
+]
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("config", "path", "value"),
     [
-        ("num_replicas", -1),
-        ("num_replicas", 10_001),
-        ("num_replicas", 10**400),
-        ("num_replicas", -(10**400)),
-        ("max_concurrent_queries", 0),
-        ("max_queued_requests", -2),
-        ("graceful_shutdown_timeout_s", -0.1),
-        ("graceful_shutdown_timeout_s", float("nan")),
-        ("health_check_period_s", 0.0),
-        ("health_check_timeout_s", float("inf")),
-        ("start_timeout_s", 0.5),
-        ("max_constructor_retry_count", 0),
-        ("user_config", "x" * USER_CONFIG_BYTES_MAX),
-        ("user_config", nested(NESTING_MAX + 1)),
+        *((BackendConfig(), f"backend_config.{path}", value) for path, value in BACKENDS),
+        *((ReplicaConfig(import_path="m:C"), f"replica_config.{path}", value) for path, value in REPLICAS),
+        *(
+            (
+                ReplicaConfig(import_path="m:C"),
+                f"replica_config.ray_actor_options.{path}",
+                RayActorOptions(**options),
+            )
+            for options, path in ACTORS
+        ),
     ],
 )
-def test_a_backends_value_out_of_its_limits_is_refused_with_its_path(field: str, value: Any) -> None:
+def test_a_value_out_of_its_limits_is_refused_with_its_path(config: Any, path: str, value: Any) -> None:
+    check: Any = check_backend_config if isinstance(config, BackendConfig) else check_replica_config
     with pytest.raises(BadField) as refused:
-        check_backend_config(msgspec.structs.replace(BackendConfig(), **{field: value}))
-    assert refused.value.field == f"backend_config.{field}"
+        check(msgspec.structs.replace(config, **{path.split(".")[1]: value}))
+    assert refused.value.field == path
     assert len(str(refused.value)) < 200
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("import_path", ""),
-        ("import_path", "digits"),
-        ("import_path", "digits:"),
-        ("import_path", ":Digits"),
-        ("import_path", "a b:C"),
-        ("import_path", "../x:C"),
-        ("import_path", "m:C()"),
-        ("import_path", "m:C:D"),
-        ("import_path", "m" * 600 + ":C"),
-        ("app_dir", "x" * 5000),
-        ("app_dir", "a\0"),
-        ("init_args", nested(NESTING_MAX + 1)),
-        ("init_kwargs", {"x": "y" * USER_CONFIG_BYTES_MAX}),
-    ],
-)
-def test_a_replicas_value_is_refused_with_its_path(field: str, value: Any) -> None:
-    config = msgspec.structs.replace(ReplicaConfig(import_path="m:C"), **{field: value})
-    with pytest.raises(BadField) as refused:
-        check_replica_config(config)
-    assert refused.value.field == f"replica_config.{field}"
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"num_cpus": -1.0}, "num_cpus"),
-        ({"num_gpus": 1e9}, "num_gpus"),
-        ({"memory": float("nan")}, "memory"),
-        ({"resources": {"GPU": 1.0}}, "resources"),
-        ({"resources": {"": 1.0}}, "resources"),
-        ({"resources": {"x": -1.0}}, "resources.x"),
-        ({"resources": {f"r{n}": 1.0 for n in range(33)}}, "resources"),
-        ({"runtime_env": {"pip": []}}, "runtime_env.pip"),
-        ({"runtime_env": {"env_vars": []}}, "runtime_env.env_vars"),
-        ({"runtime_env": {"env_vars": {"A=B": "c"}}}, "runtime_env.env_vars"),
-        ({"runtime_env": {"env_vars": {"A": 1}}}, "runtime_env.env_vars.A"),
-        ({"runtime_env": {"env_vars": {"A": "\0"}}}, "runtime_env.env_vars.A"),
-    ],
-)
-def test_an_actors_option_is_refused_with_its_path(options: dict[str, Any], field: str) -> None:
-    config = ReplicaConfig(import_path="m:C", ray_actor_options=RayActorOptions(**options))
-    with pytest.raises(BadField) as refused:
-        check_replica_config(config)
-    assert refused.value.field == f"replica_config.ray_actor_options.{field}"
-
-
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
-        (BackendConfig(packing_num=0), "packing_num"),
-        (BackendConfig(retry_budget_percent=101.0), "retry_budget_percent"),
-        (
-            BackendConfig(backpressure_config=BackpressureConfig(status_code=500)),
-            "backpressure_config.status_code",
-        ),
-        (
-            BackendConfig(backpressure_config=BackpressureConfig(retry_after_s=-1.0)),
-            "backpressure_config.retry_after_s",
-        ),
-        (
-            BackendConfig(outlier_ejection=OutlierEjection(max_ejected_percent=51.0)),
-            "outlier_ejection.max_ejected_percent",
-        ),
-        (
-            BackendConfig(circuit_breaker=CircuitBreaker(window_s=float("nan"))),
-            "circuit_breaker.window_s",
-        ),
-    ],
-)
-def test_a_protection_out_of_its_limits_is_refused_with_its_path(config: BackendConfig, field: str) -> None:
-    with pytest.raises(BadField) as refused:
-        check_backend_config(config)
-    assert refused.value.field == f"backend_config.{field}"
 
 
 def test_of_a_group_of_fields_those_that_are_not_given_stay() -> None:

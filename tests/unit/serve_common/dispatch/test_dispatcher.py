@@ -8,10 +8,9 @@ import pytest
 
 from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.dispatcher import PROBE_AFTER_S
-from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ResponseUnusable
+from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable
 from serve_common.errors import (
     BusUnavailable,
-    DeadlineExceeded,
     NoReplicaAvailable,
     NotFound,
     ReplicaDied,
@@ -26,25 +25,21 @@ from serve_common.protocol.frames import (
     BodyHead,
     CancelHead,
     CreditHead,
-    ErrorHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
     ResponseHead,
 )
 from serve_common.routing.router import Router
-from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
+from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, emptied, failure
 
 R2 = ReplicaTag("d/a#2")
 
 
 @pytest.fixture
 async def world():
-    world = World()
-    yield world
-    for task in world.tasks:
-        assert task.done(), "a handler still waits"
-    world.assert_nothing_is_left()
+    async with emptied(World()) as world:
+        yield world
 
 
 async def test_an_answer_comes_back_and_the_slot_is_free_again(world: World) -> None:
@@ -56,7 +51,7 @@ async def test_an_answer_comes_back_and_the_slot_is_free_again(world: World) -> 
     world.ok(reply)
     _, answer = await first
     assert (answer.status, bytes(answer.body)) == (200, b"ok")
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await second
 
 
@@ -93,19 +88,8 @@ async def test_without_any_replica_a_request_waits_for_one(world: World) -> None
     world.look(0.1)
     assert not world.bus.sent
     world.put(R1)
-    replica, reply, _, _ = world.take(RequestHead)
-    assert replica == "1"
-    world.ok(reply)
+    assert world.serve() == "1"
     await task
-
-
-async def test_a_full_queue_is_refused_at_once(world: World) -> None:
-    world.queue = 0
-    world.put(R0)
-    held = await world.ask()
-    assert isinstance(await failure(await world.ask()), NoReplicaAvailable)
-    world.ok(world.take(RequestHead)[1])
-    await held
 
 
 async def test_who_waits_too_long_is_told_that_nobody_had_room(world: World) -> None:
@@ -114,17 +98,8 @@ async def test_who_waits_too_long_is_told_that_nobody_had_room(world: World) -> 
     assert not waiting.done()
     world.look(TIMEOUT_S)
     assert isinstance(await failure(waiting), NoReplicaAvailable)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await held
-
-
-async def test_a_late_answer_is_a_timeout_and_the_replica_is_told(world: World) -> None:
-    task = await world.ask()
-    reply = world.take(RequestHead)[1]
-    world.look(TIMEOUT_S)
-    assert isinstance(await failure(task), DeadlineExceeded)
-    assert world.take(CancelHead)[1] == reply
-    world.ok(reply)  # nobody listens any more
 
 
 async def test_a_client_that_goes_away_gives_its_slot_to_the_next(world: World) -> None:
@@ -134,19 +109,11 @@ async def test_a_client_that_goes_away_gives_its_slot_to_the_next(world: World) 
     gone.cancel()
     await asyncio.sleep(0)
     assert world.take(CancelHead)[1] == reply
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await queued
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await last
     await asyncio.wait([gone, gone_too])
-
-
-async def test_user_errors_keep_their_status(world: World) -> None:
-    task = await world.ask()
-    world.answer(world.take(RequestHead)[1], ErrorHead("user_code_raised", 500, "ValueError", 0))
-    error = await failure(task)
-    assert isinstance(error, ReplicaError)
-    assert error.status == 500
 
 
 async def test_a_silent_request_is_probed_and_unknown_means_lost(world: World) -> None:
@@ -205,9 +172,7 @@ async def test_a_replica_that_leaves_the_snapshot_loses_its_requests(world: Worl
     world.take(RequestHead)
     world.put(R1)
     world.take(CancelHead)
-    replica, reply, _, _ = world.take(RequestHead)
-    assert replica == "1"
-    world.ok(reply)
+    assert world.serve() == "1"
     await task
 
 
@@ -223,7 +188,7 @@ async def test_who_waits_for_an_endpoint_that_vanishes_is_told_at_once(world: Wo
     held, waiting = await world.ask(repeatable=False), await world.ask()
     world.put_endpoint(None)
     assert isinstance(await failure(waiting), NotFound)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await held
 
 
@@ -245,7 +210,7 @@ async def test_without_the_bus_requests_wait_for_a_bounded_time(world: World) ->
     late = await world.ask()
     world.bus.is_connected = True
     world.dispatcher.bus_reconnected()
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await late
 
 
@@ -260,7 +225,7 @@ async def test_a_bus_that_goes_away_before_it_is_noticed_parks_the_request_and_f
         task = await world.ask()
         assert world.routes.routers[BACKEND].in_flight == 0
     world.dispatcher.bus_reconnected()
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await task
 
 
@@ -329,10 +294,7 @@ async def test_an_upload_that_a_reconnect_interrupts_may_have_begun_and_runs_onc
 
 
 async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: World) -> None:
-    task = await world.ask()
-    reply = world.take(RequestHead)[1]
-    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
-    _, answer = await task
+    reply, _, answer = await world.stream()
     assert answer.stream is not None
     for at in range(1, CREDIT_FRAMES):
         assert await answer.stream.read() == b"0"
@@ -352,10 +314,7 @@ async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: 
 
 
 async def test_a_stream_that_breaks_off_says_so_after_what_came(world: World) -> None:
-    task = await world.ask(repeatable=True)
-    reply = world.take(RequestHead)[1]
-    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
-    _, answer = await task
+    reply, _, answer = await world.stream(repeatable=True)
     world.answer(reply, RefusedHead("unknown", 0))
     assert await answer.stream.read() == b"0"
     with pytest.raises(ReplicaDied):
@@ -374,10 +333,7 @@ async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
         ([BodyHead(i, False) for i in range(1, 2 * WINDOW_FRAMES)], ResponseUnusable),
         ([ResponseHead(200, [], False, 0)], ResponseUnusable),
     ):
-        task = await world.ask()
-        reply = world.take(RequestHead)[1]
-        world.answer(reply, ResponseHead(200, [], False, 0), b"0")
-        _, answer = await task
+        reply, _, answer = await world.stream()
         for frame in frames:
             world.answer(reply, frame, b"x")
         with pytest.raises(error):
@@ -387,10 +343,7 @@ async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
 
 
 async def test_abandoning_a_stream_cancels_it_at_the_replica(world: World) -> None:
-    task = await world.ask()
-    reply = world.take(RequestHead)[1]
-    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
-    call, _ = await task
+    reply, call, _ = await world.stream()
     world.dispatcher.abandon(call)
     world.dispatcher.abandon(call)
     assert world.take(CancelHead)[1] == reply
@@ -439,7 +392,7 @@ class Told:
 async def test_an_answer_is_told_at_once_when_the_slot_is_free_again(world: World) -> None:
     in_flight = []
     told = Told(world, lambda: in_flight.append(world.routes.routers[BACKEND].in_flight))
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     assert (len(told.answers), told.errors, in_flight) == (1, [], [0])
     world.dispatcher.abandon(told.call)  # does nothing any more
     assert not world.bus.sent
@@ -448,8 +401,8 @@ async def test_an_answer_is_told_at_once_when_the_slot_is_free_again(world: Worl
 async def test_who_is_told_may_send_the_next_request_within_the_same_slot(world: World) -> None:
     nexts: list[Told] = []
     Told(world, lambda: nexts.append(Told(world)))
-    world.ok(world.take(RequestHead)[1])
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
+    world.serve()
     assert len(nexts[0].answers) == 1
 
 
@@ -538,12 +491,6 @@ async def test_a_task_that_is_cancelled_in_the_moment_of_its_answer_leaves_nothi
     assert world.take(CancelHead)[1] == reply
 
 
-async def test_closing_tells_those_that_have_no_answer_yet(world: World) -> None:
-    sent, waiting = Told(world), Told(world)
-    world.dispatcher.close()
-    assert [type(error) for error in sent.errors + waiting.errors] == [BusUnavailable, BusUnavailable]
-
-
 UNSENDABLE = {"headers": [(b"a", b"b" * 70_000)]}
 """Ends with an error when it is given a slot."""
 
@@ -599,11 +546,7 @@ async def test_each_request_goes_by_its_own_draw(world: World) -> None:
     world.put_traffic({BACKEND: 0.75, NEW: 0.25})
     for chance, ordinal in ((0.0, "0"), (0.74, "0"), (0.76, "7"), (0.99, "7")):
         world.chance = chance
-        task = await world.ask()
-        replica, reply, _, _ = world.take(RequestHead)
-        assert replica == ordinal
-        world.ok(reply)
-        await task
+        assert await world.served_by() == ordinal
 
 
 async def test_what_waits_for_a_backend_that_lost_all_traffic_goes_to_the_new_one_in_order(
@@ -622,9 +565,7 @@ async def test_what_waits_for_a_backend_that_lost_all_traffic_goes_to_the_new_on
     assert not world.bus.sent
     for _, reply, _, _ in moved:
         world.ok(reply)
-    replica, reply, _, _ = world.take(RequestHead)
-    assert replica == "7"
-    world.ok(reply)
+    assert world.serve() == "7"
     for reply in replies:  # what the old one had begun, it answers
         world.ok(reply)
     await asyncio.gather(*held, *waiting)
@@ -643,7 +584,7 @@ async def test_a_shift_fails_nobody_although_the_new_queue_is_shorter(world: Wor
     assert isinstance(await failure(await world.ask()), NoReplicaAvailable)  # new ones meet the limit
     world.put(N0, backend=NEW)
     for _ in waiting:
-        world.ok(world.take(RequestHead)[1])
+        world.serve()
     world.ok(reply)
     await asyncio.gather(held, *waiting)
 
@@ -655,7 +596,7 @@ async def test_what_waits_stays_while_its_backend_keeps_a_share(world: World) ->
     world.put_traffic({BACKEND: 0.01, NEW: 0.99})
     assert not world.bus.sent
     world.ok(reply)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await asyncio.gather(held, waiting)
 
 
@@ -666,11 +607,9 @@ async def test_a_backend_without_replicas_keeps_its_share_waiting_until_one_come
     waiting = await world.ask()
     assert not world.bus.sent
     world.chance = 0.1
-    served = await world.ask()
-    world.ok(world.take(RequestHead)[1])
-    await served
+    await world.served_by()
     world.put(N0, backend=NEW)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await waiting
 
 
@@ -680,7 +619,7 @@ async def test_a_backend_that_was_not_heard_of_yet_keeps_its_share_waiting(world
     world.look(0.1)
     assert not waiting.done()
     world.put(N0, backend=NEW)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await waiting
 
 
@@ -688,19 +627,13 @@ async def test_a_backend_that_is_gone_leaves_its_share_to_the_others(world: Worl
     world.put(N0, backend=NEW)
     world.put_traffic({BACKEND: 0.5, NEW: 0.5})
     held, waiting = await world.ask(), await world.ask()
-    reply = world.take(RequestHead)[1]
-    world.ok(reply)
-    reply = world.take(RequestHead)[1]
-    world.ok(reply)
+    world.serve()
+    world.serve()
     await asyncio.gather(held, waiting)
     world.drop_backend()
     for chance in (0.0, 0.9):
         world.chance = chance
-        task = await world.ask()
-        replica, reply, _, _ = world.take(RequestHead)
-        assert replica == "7"
-        world.ok(reply)
-        await task
+        assert await world.served_by() == "7"
     world.drop_backend(NEW)
     assert isinstance(await failure(await world.ask()), NoReplicaAvailable)
 
@@ -713,9 +646,7 @@ async def test_who_waits_for_a_backend_that_goes_away_is_served_by_another(world
     world.drop_backend()
     world.bus.sent = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
     for _ in range(2):  # the one in flight may run twice
-        replica, reply, _, _ = world.take(RequestHead)
-        assert replica == "7"
-        world.ok(reply)
+        assert world.serve() == "7"
     await asyncio.gather(held, waiting)
 
 
@@ -752,5 +683,5 @@ async def test_what_cannot_be_applied_is_not_reported_as_applied_and_stops_no_ot
     told_again = dict(world.routes._snapshots._snapshots)
     world.dispatcher.update(told_again, whole=True)
     assert world.routes.applied_snapshot_id == world.snapshot_id
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await waiting

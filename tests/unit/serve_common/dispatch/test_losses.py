@@ -27,18 +27,16 @@ from serve_common.protocol.frames import (
 )
 from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.protocol.subjects import Subjects
-from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
+from serve_common.routing.router import Router
+from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, emptied, failure
 
 R = [ReplicaTag(f"d/a#{i}") for i in range(9)]
 
 
 @pytest.fixture
 async def world():
-    world = World(limit=100)
-    yield world
-    for task in world.tasks:
-        assert task.done(), "a handler still waits"
-    world.assert_nothing_is_left()
+    async with emptied(World(limit=100)) as world:
+        yield world
 
 
 def sent(world: World) -> list[tuple[ReplicaTag, bytes]]:
@@ -84,10 +82,7 @@ async def test_a_query_of_death_takes_two_replicas_and_is_told_so(world: World, 
     assert (error.error_code, error.status_hint) == ("lost_twice", 502)
     assert all(replica in str(error) for replica in killed)
     world.put(*alive[:4])
-    bystander = await world.ask()
-    ((_, reply),) = sent(world)
-    world.ok(reply)
-    await bystander
+    await world.served_by()
 
 
 async def test_drains_do_not_count_as_deaths(world: World) -> None:
@@ -139,8 +134,7 @@ async def test_a_suspect_never_gets_the_last_healthy_replica_and_holds_up_nobody
     world.ok(reply)
     await bystander
     world.put(other, R[5])
-    ((_, reply),) = sent(world)
-    world.ok(reply)
+    world.serve()
     await task
 
 
@@ -193,8 +187,8 @@ FRAGILE = {
 }
 
 
-@pytest.mark.parametrize("timeout_s", [0.3, 0.6, 2.0, 9.0])
-async def test_twenty_requests_that_hang_do_not_shut_out_the_others(world: World, timeout_s: float) -> None:
+async def time_out(world: World, timeout_s: float, *, lives: bool) -> Router:
+    """Let twenty requests reach their deadline without a response; replicas that live answer probes."""
     world.put(*R[:4], **FRAGILE)
     tasks = [await world.ask(timeout_s=timeout_s) for _ in range(20)]
     end = world.now + timeout_s
@@ -202,17 +196,19 @@ async def test_twenty_requests_that_hang_do_not_shut_out_the_others(world: World
         world.now += 0.025
         world.beat.tick(world.now)
         for _, reply, head, _ in world.bus.sent:
-            if type(head) is ProbeHead:
+            if lives and type(head) is ProbeHead:
                 world.answer(reply, AliveHead())
         world.bus.sent.clear()
     for task in tasks:
         assert isinstance(await failure(task), DeadlineExceeded)
-    router = world.routes.routers[BACKEND]
+    return world.routes.routers[BACKEND]
+
+
+@pytest.mark.parametrize("timeout_s", [0.3, 0.6, 2.0, 9.0])
+async def test_twenty_requests_that_hang_do_not_shut_out_the_others(world: World, timeout_s: float) -> None:
+    router = await time_out(world, timeout_s, lives=True)
     assert (router.circuit.is_open, router.circuit.failures, router.ejections) == (False, 0, 0)
-    bystander = await world.ask()
-    ((_, reply),) = sent(world)
-    world.ok(reply)
-    await bystander
+    await world.served_by()
 
 
 async def test_what_the_replica_itself_says_to_have_taken_too_long_shuts_out_nobody(world: World) -> None:
@@ -229,18 +225,9 @@ async def test_what_the_replica_itself_says_to_have_taken_too_long_shuts_out_nob
 
 @pytest.mark.parametrize("timeout_s", [0.6, 2.0, 9.0])
 async def test_replicas_that_give_no_sign_of_life_open_the_circuit(world: World, timeout_s: float) -> None:
-    world.put(*R[:4], **FRAGILE)
-    tasks = [await world.ask(timeout_s=timeout_s) for _ in range(20)]
-    end = world.now + timeout_s
-    while world.now < end:
-        world.now += 0.025
-        world.beat.tick(world.now)
-    for task in tasks:
-        assert isinstance(await failure(task), DeadlineExceeded)
-    router = world.routes.routers[BACKEND]
+    router = await time_out(world, timeout_s, lives=False)
     assert router.circuit.is_open
     assert router.ejections == 2, "never more than half"
-    world.bus.sent.clear()
 
 
 async def test_a_deadline_that_passes_while_the_bus_is_away_says_nothing_of_the_replica(world: World) -> None:
@@ -306,8 +293,7 @@ async def test_a_backend_that_was_set_to_no_replicas_answers_at_once(world: Worl
     world.put()  # it is to have some again, which are on their way
     waiting = await world.ask()
     world.put(R[1])
-    ((_, reply),) = sent(world)
-    world.ok(reply)
+    world.serve()
     await waiting
 
 
@@ -401,15 +387,6 @@ N0 = ReplicaTag("d/new#7")
 EJECTION = OutlierEjection(consecutive_failures=2)
 
 
-async def served_by(world: World, **fields) -> str:
-    """The ordinal of the replica that a request goes to; it is answered."""
-    task = await world.ask(**fields)
-    replica, reply, _, _ = world.take(RequestHead)
-    world.ok(reply)
-    await task
-    return replica
-
-
 # -- which replica --
 
 
@@ -422,12 +399,12 @@ async def test_a_shard_key_pins_backend_and_replica(world: World) -> None:
         taken = set()
         for chance in (0.0, 0.4, 0.9):
             world.chance = chance
-            taken.add(await served_by(world, shard_key=f"user-{key}"))
+            taken.add(await world.served_by(shard_key=f"user-{key}"))
         (homes[key],) = taken
     assert set(homes.values()) == {"0", "1", "7"}
     world.drop_backend(NEW)
     for key, home in homes.items():
-        moved = await served_by(world, shard_key=f"user-{key}")
+        moved = await world.served_by(shard_key=f"user-{key}")
         assert moved == home or home == "7"
 
 
@@ -435,8 +412,8 @@ async def test_a_backend_that_is_asked_for_by_name_may_have_no_weight(world: Wor
     world.put(N0, backend=NEW)
     world.put_traffic({BACKEND: 1.0, NEW: 0.0})
     endpoint = world.routes.endpoints[EndpointTag("d/a")]
-    assert await served_by(world, backend_tag=endpoint.select_backend(b"d/new")) == "7"
-    assert await served_by(world) == "0"
+    assert await world.served_by(backend_tag=endpoint.select_backend(b"d/new")) == "7"
+    assert await world.served_by() == "0"
     for value in (b"d/other", b"new", b"default/new"):
         with pytest.raises(BadField, match="is no backend of endpoint 'd/a'"):
             endpoint.select_backend(value)
@@ -478,9 +455,9 @@ async def test_requests_keep_to_the_replicas_of_their_version(world: World) -> N
     world.put(R0, R1, versions={R0: 1, R1: 2})
     for chance in (0.0, 0.9):
         world.chance = chance
-        assert await served_by(world, code_versions={BACKEND: 2, NEW: 1}) == "1"
-        assert await served_by(world, code_versions={BACKEND: 1}) == "0"
-        assert await served_by(world, code_versions={NEW: 1}) == ("0" if not chance else "1")
+        assert await world.served_by(code_versions={BACKEND: 2, NEW: 1}) == "1"
+        assert await world.served_by(code_versions={BACKEND: 1}) == "0"
+        assert await world.served_by(code_versions={NEW: 1}) == ("0" if not chance else "1")
 
 
 async def test_models_are_asked_for_where_they_are_held(world: World) -> None:
@@ -493,7 +470,7 @@ async def test_models_are_asked_for_where_they_are_held(world: World) -> None:
         holders.take(subject, b"", msgspec.msgpack.encode(models), None)
 
     async def place(model: str) -> str:
-        (taken,) = {await served_by(world, call=CallHead(model_id=model)) for _ in range(4)}
+        (taken,) = {await world.served_by(call=CallHead(model_id=model)) for _ in range(4)}
         return taken
 
     homes = {f"m{number}": await place(f"m{number}") for number in range(20)}
@@ -544,7 +521,7 @@ async def test_a_replica_that_says_something_new_all_the_time_costs_a_router_lit
     assert read[0] <= 1.0 / AGAIN_S + 2
     now[0] += 1.0
     holders.sweep(now[0])
-    assert await served_by(world, call=CallHead(model_id="m9999")) == "0", "the last word counts"
+    assert await world.served_by(call=CallHead(model_id="m9999")) == "0", "the last word counts"
     holders.sweep(now[0] + 1.0)
     assert (len(holders._taken_at), len(holders._waiting)) == (0, 0)
 
@@ -576,7 +553,7 @@ async def test_a_replica_that_answers_500_again_and_again_is_left_out(world: Wor
         if is_streamed:
             world.answer(reply, BodyHead(1, True))
         await task
-    assert await served_by(world) == "1"
+    assert await world.served_by() == "1"
     assert world.routes.routers[BACKEND].ejections == 1
 
 
@@ -588,8 +565,10 @@ async def test_errors_of_user_code_count_by_their_status(world: World, status: i
     for _ in range(2):
         task = await world.ask()
         world.answer(world.take(RequestHead)[1], ErrorHead("user_code_raised", status, "why", 0))
-        assert isinstance(await failure(task), ReplicaError)
-    assert await served_by(world) == taken
+        error = await failure(task)
+        assert isinstance(error, ReplicaError)
+        assert error.status == status
+    assert await world.served_by() == taken
     assert not world.routes.routers[BACKEND].circuit.is_open
 
 
@@ -635,7 +614,7 @@ async def test_what_is_lost_is_sent_again_only_within_the_budget(world: World) -
         assert isinstance(error, ReplicaDied)
         assert "the backend's retry budget is used up" in str(error)
     for _ in range(4):
-        world.ok(world.take(RequestHead)[1])
+        world.serve()
     await asyncio.gather(*(task for task in tasks if task not in refused))
     retries = world.routes.routers[BACKEND].retries
     assert (retries.spent, retries.refused) == (10, 2)
@@ -664,7 +643,7 @@ async def test_a_backend_that_answers_nobody_is_left_alone_until_a_trial_succeed
     assert isinstance(await failure(await world.ask()), CircuitOpen)
     world.ok(reply)
     await trial
-    assert await served_by(world) == "0"
+    assert await world.served_by() == "0"
     circuit = world.routes.routers[BACKEND].circuit
     assert (circuit.opened, circuit.refused, circuit.is_open) == (1, 2, False)
 
@@ -680,7 +659,7 @@ async def test_a_trial_that_begins_a_stream_has_succeeded(world: World, monkeypa
     trial = await world.ask()
     reply = world.take(RequestHead)[1]
     world.answer(reply, ResponseHead(200, [], False, 0))
-    assert await served_by(world) == "0"
+    assert await world.served_by() == "0"
     world.answer(reply, BodyHead(1, True))
     await trial
 
@@ -698,10 +677,7 @@ async def test_a_request_that_was_lost_is_not_sent_again_into_an_open_circuit(wo
 
 
 async def test_a_stream_goes_on_beyond_the_deadline_and_is_still_probed(world: World) -> None:
-    task = await world.ask()
-    reply = world.take(RequestHead)[1]
-    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
-    _, answer = await task
+    reply, _, answer = await world.stream()
     world.look(TIMEOUT_S + PROBE_AFTER_S)
     assert world.take(ProbeHead)[1] == reply
     assert not world.bus.sent
@@ -710,10 +686,7 @@ async def test_a_stream_goes_on_beyond_the_deadline_and_is_still_probed(world: W
 
 
 async def test_a_silent_stream_of_a_dead_replica_ends(world: World) -> None:
-    task = await world.ask()
-    reply = world.take(RequestHead)[1]
-    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
-    _, answer = await task
+    _, _, answer = await world.stream()
     world.look(2 * TIMEOUT_S)
     world.answer(world.take(ProbeHead)[1], RefusedHead("unknown", 0))
     assert bytes(await answer.stream.read()) == b"0"
@@ -753,9 +726,7 @@ async def test_who_waits_is_not_ended_before_the_deadline_and_reaches_a_new_repl
         world.look(after_s)
     assert not waiting.done()
     world.put(R1)
-    replica, reply, _, _ = world.take(RequestHead)
-    assert replica == "1"
-    world.ok(reply)
+    assert world.serve() == "1"
     await waiting
 
 
@@ -763,11 +734,12 @@ async def test_a_timed_out_request_leaves_its_slot_to_the_next(world: World) -> 
     world.limit = 1
     world.put(R0)
     hanging, waiting = await world.ask(timeout_s=1.0), await world.ask()
-    world.take(RequestHead)
+    reply = world.take(RequestHead)[1]
     world.look(1.0)
     assert isinstance(await failure(hanging), DeadlineExceeded)
-    world.take(CancelHead)
-    world.ok(world.take(RequestHead)[1])
+    assert world.take(CancelHead)[1] == reply
+    world.ok(reply)  # too late: nobody listens any more
+    world.serve()
     await waiting
 
 
@@ -801,7 +773,7 @@ async def test_what_was_concluded_before_the_hang_was_noticed_is_taken_back(worl
     world.bus.sent.clear()
 
     world.dispatcher.bus_responds_again(started_at)
-    assert await served_by(world) == "0"
+    assert await world.served_by() == "0"
     held = await world.ask(repeatable=False)
     reply = world.take(RequestHead)[1]
     world.look(1.5)

@@ -30,7 +30,7 @@ from serve_common.protocol.frames import (
     ResponseHead,
 )
 from serve_common.routing.router import Router
-from tests.support.proxy_world import BACKEND, R0, R1, World, failure
+from tests.support.proxy_world import BACKEND, R0, R1, World, emptied, failure
 
 KIB = 1024
 
@@ -279,10 +279,8 @@ class StreamWorld(World):
 
 @pytest.fixture
 async def world():
-    world = StreamWorld()
-    yield world
-    assert all(task.done() for task in world.tasks), "a handler still waits"
-    world.assert_nothing_is_left()
+    async with emptied(StreamWorld()) as world:
+        yield world
     assert world.memory.buffered_bytes == 0
 
 
@@ -315,7 +313,7 @@ async def test_a_body_that_became_whole_in_the_queue_is_sent_as_one_that_is_whol
     task = await world.begin(upload=body)
     body.add(b" last")
     body.end()
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     _, reply, head, first = world.take(RequestHead)
     assert (head.body_bytes, first) == (10, b"first last")
     assert not world.bus.sent
@@ -363,8 +361,7 @@ async def test_nobody_heard_any_of_it_so_it_goes_elsewhere(world: StreamWorld) -
     assert not world.bus.sent  # and no more is said
     world.no_responders(reply)
     other = world.take(RequestHead)[1]
-    assert world.take(BodyHead)[3] == b"12" or True
-    world.bus.sent.clear()
+    assert [world.take(BodyHead)[3] for _ in range(2)] == [b"1", b"2"]
     world.ok(other)
     await task
 
@@ -420,7 +417,7 @@ async def test_a_body_that_fails_ends_its_request_and_tells_the_replica(world: S
 async def test_an_early_answer_closes_the_body(world: StreamWorld) -> None:
     body = world.upload()
     task = await world.begin(upload=body)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await task
     assert body.is_closed
 
@@ -429,7 +426,7 @@ async def test_a_copy_is_not_made_of_what_can_be_read_only_once(world: StreamWor
     world.put_traffic({BACKEND: 1.0}, {BACKEND: 1.0})
     body = world.upload()
     task = await world.begin(upload=body)
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await task
     assert not world.bus.sent
     assert not world.shadows.in_flight

@@ -25,7 +25,7 @@ from serve_common.protocol.frames import (
 )
 from serve_common.protocol.reports import Wake
 from tests.support.handle_world import call, make_world
-from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
+from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, emptied, failure
 
 SHADOW = BackendTag("d/shadow")
 S5, S6 = ReplicaTag("d/shadow#5"), ReplicaTag("d/shadow#6")
@@ -37,10 +37,8 @@ async def world():
     world.put(ReplicaTag("d/a#0"))
     world.put(S5, backend=SHADOW)
     world.put_traffic({BACKEND: 1.0}, {SHADOW: 0.5})
-    yield world
-    for task in world.tasks:
-        assert task.done(), "a handler still waits"
-    world.assert_nothing_is_left()
+    async with emptied(world):
+        yield world
 
 
 def outcomes(world: World) -> dict[str, int]:
@@ -74,9 +72,7 @@ async def test_a_proportion_of_requests_is_copied_by_draw(world: World) -> None:
     await settled(world)
     assert outcomes(world) == {"answered": 1}
     world.chance = 0.5
-    task = await world.ask()
-    world.ok(world.take(RequestHead)[1])
-    await task
+    await world.served_by()
     assert not world.bus.sent
     assert outcomes(world) == {"answered": 1}
 
@@ -149,9 +145,7 @@ async def test_a_copy_waits_behind_every_real_request_and_takes_no_place_in_the_
     first = await ask_with_copy(world)
     tasks = [await world.ask() for _ in range(2)]  # their copies wait
     for _ in tasks:
-        replica, reply, _, _ = world.take(RequestHead)
-        assert replica == "0"
-        world.ok(reply)
+        assert world.serve() == "0"
     await asyncio.gather(*tasks)
     world.put_traffic({SHADOW: 1.0})
     real = await world.ask()
@@ -159,20 +153,17 @@ async def test_a_copy_waits_behind_every_real_request_and_takes_no_place_in_the_
     assert isinstance(await failure(await world.ask()), NoReplicaAvailable)
     assert not world.bus.sent
     world.ok(first)
-    replica, reply, _, _ = world.take(RequestHead)
-    world.ok(reply, b"real")
+    world.serve(b"real")
     assert bytes((await real)[1].body) == b"real"
     for _ in tasks:
-        world.ok(world.take(RequestHead)[1])
+        world.serve()
     await settled(world)
     assert outcomes(world) == {"answered": 3}
 
 
 async def test_a_refused_copy_tries_another_replica(world: World) -> None:
     world.put(S5, S6, backend=SHADOW)
-    task = await world.ask()
-    world.ok(world.take(RequestHead)[1])
-    await task
+    await world.served_by()
     replica, reply, _, _ = world.take(RequestHead)
     world.answer(reply, RefusedHead("busy", 1))
     other, reply, _, _ = world.take(RequestHead)
@@ -184,9 +175,7 @@ async def test_a_refused_copy_tries_another_replica(world: World) -> None:
 
 async def test_copies_for_a_backend_that_is_unknown_or_gone_fail_quietly(world: World) -> None:
     world.drop_backend(SHADOW)
-    task = await world.ask()
-    world.ok(world.take(RequestHead)[1])
-    await task
+    await world.served_by()
     await settled(world)
     assert outcomes(world) == {"failed": 1}
     assert SHADOW not in world.routes.routers
@@ -199,7 +188,7 @@ async def test_copies_do_not_wait_for_a_bus_that_is_away(world: World) -> None:
     assert outcomes(world) == {"failed": 1}
     world.bus.is_connected = True
     world.dispatcher.bus_reconnected()
-    world.ok(world.take(RequestHead)[1])
+    world.serve()
     await task
     assert not world.bus.sent
 
@@ -209,15 +198,11 @@ async def test_beyond_its_limits_copies_are_skipped_and_counted(world: World, mo
     monkeypatch.setattr(shadows, "SHADOW_BODY_BYTES_MAX", 10)
     copies = [await ask_with_copy(world, b"12345") for _ in range(2)]
     for body in (b"1", b""):
-        task = await world.ask(body)
-        world.ok(world.take(RequestHead)[1])
-        await task
+        await world.served_by(body)
         copies += [reply for _, reply, _, _ in world.bus.sent]
         world.bus.sent.clear()
     assert outcomes(world) == {"skipped": 1}  # the one whose body was too much; the empty one is the third
-    task = await world.ask()
-    world.ok(world.take(RequestHead)[1])
-    await task
+    await world.served_by()
     assert not world.bus.sent
     assert outcomes(world) == {"skipped": 2}
     for reply in copies:
@@ -232,9 +217,7 @@ async def test_after_closing_nothing_is_copied(world: World) -> None:
     await ask_with_copy(world)
     await world.shadows.close(1)
     world.bus.sent.clear()
-    task = await world.ask()
-    world.ok(world.take(RequestHead)[1])
-    await task
+    await world.served_by()
     assert outcomes(world) == {"failed": 1, "skipped": 1}
     assert ShadowOutcome.SKIPPED.value == "skipped"
 
@@ -246,10 +229,8 @@ async def test_after_closing_nothing_is_copied(world: World) -> None:
 async def asleep():
     asleep = World(limit=100, queue=1000)
     asleep.put(can_wake=True)
-    yield asleep
-    for task in asleep.tasks:
-        assert task.done(), "a handler still waits"
-    asleep.assert_nothing_is_left()
+    async with emptied(asleep):
+        yield asleep
 
 
 def counts(asleep: World) -> list[int]:
@@ -259,7 +240,7 @@ def counts(asleep: World) -> list[int]:
 
 async def answer_all(asleep: World, tasks) -> None:
     for _ in tasks:
-        asleep.ok(asleep.take(RequestHead)[1])
+        asleep.serve()
     for task in tasks:
         assert (await task)[1].status == 200
 

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
@@ -23,7 +24,6 @@ class Ends:
 
     def __init__(self, transport: asyncio.Transport, far: socket.socket, limit_bytes: int) -> None:
         self.far = far
-        self.transport = transport
         self.shared = SharedSocket(
             asyncio.get_running_loop(), transport, limit_bytes, lambda: self.shared.write_on_loop([])
         )
@@ -39,21 +39,23 @@ class Ends:
         return bytes(data)
 
 
-async def connect(limit_bytes: int = PENDING_BYTES_MAX) -> Ends:
+@asynccontextmanager
+async def connected(limit_bytes: int = PENDING_BYTES_MAX) -> AsyncIterator[Ends]:
     near, far = socket.socketpair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     far.setblocking(False)
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=near)
-    return Ends(cast("asyncio.Transport", transport), far, limit_bytes)
+    ends = Ends(cast("asyncio.Transport", transport), far, limit_bytes)
+    yield ends
+    ends.shared.shut_down()
+    transport.abort()
+    far.close()
 
 
 @pytest.fixture
 async def ends() -> AsyncIterator[Ends]:
-    ends = await connect()
-    yield ends
-    ends.shared.shut_down()
-    ends.transport.abort()
-    ends.far.close()
+    async with connected() as ends:
+        yield ends
 
 
 async def test_what_another_thread_writes_leaves_without_the_loop(ends: Ends) -> None:
@@ -78,14 +80,11 @@ async def test_what_the_socket_does_not_take_follows_in_order(ends: Ends) -> Non
 
 
 async def test_it_takes_no_more_than_its_limit_while_the_peer_does_not_read() -> None:
-    ends = await connect(limit_bytes=100_000)
     large = bytes(300_000)
-    assert ends.shared.write([large])
-    assert not ends.shared.write([b"one too many"])
-    assert await ends.read(len(large)) == large
-    ends.shared.shut_down()
-    ends.transport.abort()
-    ends.far.close()
+    async with connected(limit_bytes=100_000) as ends:
+        assert ends.shared.write([large])
+        assert not ends.shared.write([b"one too many"])
+        assert await ends.read(len(large)) == large
 
 
 async def test_a_closed_one_writes_nothing_even_when_its_descriptor_belongs_to_somebody_else(
@@ -108,7 +107,6 @@ def test_messages_of_three_threads_and_the_loop_arrive_whole_and_each_threads_in
 
 
 async def write_from_everywhere(seed: int) -> None:
-    ends = await connect()
     counts = {"a": 400, "b": 400, "c": 400, "l": 400}
     chances = {writer: random.Random(f"{seed}{writer}") for writer in counts}
     messages = {
@@ -129,17 +127,15 @@ async def write_from_everywhere(seed: int) -> None:
             await asyncio.sleep(0)
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in "abc"]
-    for thread in threads:
-        thread.start()
     total_bytes = sum(len(message) + 1 for several in messages.values() for message in several)
-    received, _ = await asyncio.gather(ends.read(total_bytes), write_on_loop())
-    for thread in threads:
-        await asyncio.to_thread(thread.join)
+    async with connected() as ends:
+        for thread in threads:
+            thread.start()
+        received, _ = await asyncio.gather(ends.read(total_bytes), write_on_loop())
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
 
     lines = received.split(b"\n")[:-1]
     assert len(lines) == sum(counts.values())
     for writer, expected in messages.items():
         assert [line for line in lines if line.startswith(writer.encode())] == expected
-    ends.shared.shut_down()
-    ends.transport.abort()
-    ends.far.close()

@@ -1,4 +1,4 @@
-"""None"""
+"""NATS' client protocol: what is read, what is written, and the options of a connection."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -20,33 +20,50 @@ from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")
 R = [ReplicaTag(f"d/a#{i}") for i in range(4)]
-EJECTION = OutlierEjection(consecutive_failures=3, ejection_time_s=10.0)
 
 
 class World:
-    """A router with numbered requests, each sent to the replica that has had none for the longest time."""
+    """A router with numbered requests."""
+
+    protection: ClassVar[dict[str, Any]] = {}
+    """What a snapshot sets unless it is told otherwise."""
 
     def __init__(self, **backend: Any) -> None:
         self.router = Router(TAG, random.Random(3).random, lambda: 0.0)
         self.last = 0
         self.apply(**backend)
 
-    def apply(self, *, replicas=R, limit=100, draining=(), **protection) -> list[Dispatch]:
-        protection.setdefault("outlier_ejection", EJECTION)
+    def apply(self, *, replicas=R, limit=100, versions=None, draining=(), **protection) -> list[Dispatch]:
         snapshot = BackendSnapshot(
             backend_tag=TAG,
             replicas=list(replicas),
             draining=list(draining),
             max_concurrent_queries=limit,
             max_queued_requests=100,
-            protection=BackendProtection(replica_policy=ReplicaPolicyName.ROUND_ROBIN, **protection),
+            protection=BackendProtection(**{**self.protection, **protection}),
+            code_versions=versions or {},
         )
         return list(self.router.apply(snapshot, 0.0).dispatches)
 
-    def submit(self) -> ReplicaTag | None:
+    def submit(self, wish: Affinity | None = None) -> ReplicaTag | None:
         self.last += 1
-        outcome = self.router.submit(RequestKey(self.last), 1e9)
+        outcome = self.router.submit(RequestKey(self.last), 1e9, affinity=wish)
         return outcome.replica if isinstance(outcome, SendTo) else None
+
+    def end(self, request: int) -> list[Dispatch]:
+        return list(self.router.finished(RequestKey(request)))
+
+    def take(self, count: int, wish: Affinity | None = None) -> list[ReplicaTag | None]:
+        return [self.submit(wish) for _ in range(count)]
+
+
+class EjectingWorld(World):
+    """Each request goes to the replica that has had none for the longest time."""
+
+    protection: ClassVar[dict[str, Any]] = {
+        "replica_policy": ReplicaPolicyName.ROUND_ROBIN,
+        "outlier_ejection": OutlierEjection(consecutive_failures=3, ejection_time_s=10.0),
+    }
 
     def fail(self, replica: ReplicaTag, times: int, now: float = 0.0, how: str = "failed") -> None:
         """Let ``replica`` fail so many requests, and others answer what they get meanwhile."""
@@ -72,7 +89,7 @@ class World:
 
 @pytest.mark.parametrize("how", ["failed", "incomplete"])
 def test_a_replica_that_fails_in_a_row_is_left_out_for_a_time(how: str) -> None:
-    world = World()
+    world = EjectingWorld()
     world.fail(R[0], 2, how=how)
     assert world.open_now() == set(R)
     world.fail(R[0], 1, how=how)
@@ -86,7 +103,7 @@ def test_a_replica_that_fails_in_a_row_is_left_out_for_a_time(how: str) -> None:
 
 
 def test_an_answer_between_two_failures_begins_the_row_anew() -> None:
-    world = World()
+    world = EjectingWorld()
     for _ in range(5):
         world.fail(R[0], 2)
         while world.submit() != R[0]:
@@ -96,7 +113,7 @@ def test_an_answer_between_two_failures_begins_the_row_anew() -> None:
 
 
 def test_each_ejection_in_a_row_lasts_longer_up_to_ten_times_and_a_success_ends_the_row() -> None:
-    world, now, times = World(), 0.0, []
+    world, now, times = EjectingWorld(), 0.0, []
     for _ in range(12):
         world.fail(R[0], 3, now)
         began = now
@@ -114,7 +131,7 @@ def test_each_ejection_in_a_row_lasts_longer_up_to_ten_times_and_a_success_ends_
 
 
 def test_never_more_than_the_allowed_share_is_left_out() -> None:
-    world = World()
+    world = EjectingWorld()
     for replica in R[:3]:
         world.fail(replica, 3)
     assert world.open_now() == {R[2], R[3]}
@@ -128,7 +145,7 @@ def test_never_more_than_the_allowed_share_is_left_out() -> None:
 
 
 def test_what_waits_goes_out_when_an_ejection_ends() -> None:
-    world = World(replicas=R[:2], limit=1)
+    world = EjectingWorld(replicas=R[:2], limit=1)
     world.fail(R[0], 3)
     held, waiting = world.submit(), world.submit()
     assert (held, waiting) == (R[1], None)
@@ -136,7 +153,7 @@ def test_what_waits_goes_out_when_an_ejection_ends() -> None:
 
 
 def test_zero_failures_eject_nobody_and_a_change_to_it_brings_all_back() -> None:
-    world = World()
+    world = EjectingWorld()
     world.fail(R[0], 3)
     world.apply(outlier_ejection=OutlierEjection(consecutive_failures=0))
     assert world.open_now() == set(R)
@@ -145,7 +162,7 @@ def test_zero_failures_eject_nobody_and_a_change_to_it_brings_all_back() -> None
 
 
 def test_a_snapshot_neither_ends_an_ejection_nor_keeps_one_that_drains() -> None:
-    world = World()
+    world = EjectingWorld()
     world.fail(R[0], 3)
     world.apply()
     assert world.open_now() == set(R[1:])
@@ -156,7 +173,7 @@ def test_a_snapshot_neither_ends_an_ejection_nor_keeps_one_that_drains() -> None
 
 
 def test_a_death_counts_with_all_that_it_took() -> None:
-    world = World()
+    world = EjectingWorld()
     for _ in range(12):
         world.submit()
     assert len(world.router.replica_gone(R[0], 0.0)) == 3
@@ -331,7 +348,7 @@ def test_at_most_one_tries_at_a_time_and_only_its_success_closes(story) -> None:
 
 @pytest.mark.parametrize("end", ["expire", "drop", "cancel", "die", "snapshot"])
 def test_a_trial_never_stays_the_trial_when_it_is_gone(end: str) -> None:
-    world = World(replicas=R[:1], limit=1, circuit_breaker=BREAKER)
+    world = EjectingWorld(replicas=R[:1], limit=1, circuit_breaker=BREAKER)
     world.fail(R[0], 4, how="incomplete")
     router, request = world.router, RequestKey(1000)
     assert router.circuit.is_open
@@ -376,7 +393,7 @@ def test_a_circuit_that_was_open_before_the_bus_hung_lets_a_trial_pass_at_once()
 
 
 def test_who_was_ejected_while_the_bus_hung_comes_back_with_it_and_nobody_else_does() -> None:
-    world = World()
+    world = EjectingWorld()
     world.fail(R[0], 3, now=1.0)
     world.fail(R[1], 3, now=5.0, how="incomplete")
     world.fail(R[2], 2, now=5.0, how="incomplete")
@@ -391,7 +408,7 @@ def test_who_was_ejected_while_the_bus_hung_comes_back_with_it_and_nobody_else_d
 
 
 def test_what_waits_goes_out_when_who_was_ejected_comes_back() -> None:
-    world = World(replicas=R[:2], limit=1)
+    world = EjectingWorld(replicas=R[:2], limit=1)
     world.fail(R[0], 3, now=5.0, how="incomplete")
     assert world.submit() == R[1]
     assert world.submit() is None
@@ -401,44 +418,12 @@ def test_what_waits_goes_out_when_who_was_ejected_comes_back() -> None:
 # Replica policies as snapshots set them, and wishes that come before them: versions, pinned keys, models.
 
 
-class ChoiceWorld:
-    """A router with numbered requests."""
-
-    def __init__(self, **backend: Any) -> None:
-        self.router = Router(TAG, random.Random(3).random, lambda: 0.0)
-        self.last = 0
-        self.apply(**backend)
-
-    def apply(self, *, replicas=R, limit=100, versions=None, draining=(), **protection) -> list[Dispatch]:
-        snapshot = BackendSnapshot(
-            backend_tag=TAG,
-            replicas=list(replicas),
-            draining=list(draining),
-            max_concurrent_queries=limit,
-            max_queued_requests=100,
-            protection=BackendProtection(**protection),
-            code_versions=versions or {},
-        )
-        return list(self.router.apply(snapshot, 0.0).dispatches)
-
-    def submit(self, wish: Affinity | None = None) -> ReplicaTag | None:
-        self.last += 1
-        outcome = self.router.submit(RequestKey(self.last), 9.0, affinity=wish)
-        return outcome.replica if isinstance(outcome, SendTo) else None
-
-    def end(self, request: int) -> list[Dispatch]:
-        return list(self.router.finished(RequestKey(request)))
-
-    def take(self, count: int, wish: Affinity | None = None) -> list[ReplicaTag | None]:
-        return [self.submit(wish) for _ in range(count)]
-
-
 def shard(key: str) -> Affinity:
     return Affinity(shard_hash=stable_hash(key))
 
 
 def test_round_robin_takes_all_in_turn_and_starts_with_the_next_when_one_is_full() -> None:
-    world = ChoiceWorld(replica_policy=ReplicaPolicyName.ROUND_ROBIN, limit=2)
+    world = World(replica_policy=ReplicaPolicyName.ROUND_ROBIN, limit=2)
     assert sorted(world.take(4)) == R
     assert sorted(world.take(4)) == R
     assert world.submit() is None
@@ -446,7 +431,7 @@ def test_round_robin_takes_all_in_turn_and_starts_with_the_next_when_one_is_full
 
 
 def test_fixed_packing_fills_a_batch_before_the_next_replica() -> None:
-    world = ChoiceWorld(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=3)
+    world = World(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=3)
     taken = world.take(12)
     assert [len(set(taken[at : at + 3])) for at in range(0, 12, 3)] == [1, 1, 1, 1]
     assert sorted(set(taken)) == R
@@ -454,7 +439,7 @@ def test_fixed_packing_fills_a_batch_before_the_next_replica() -> None:
 
 
 def test_fixed_packing_leaves_a_row_that_cannot_go_on() -> None:
-    world = ChoiceWorld(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=3, limit=2)
+    world = World(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=3, limit=2)
     taken = world.take(8)
     assert [len(set(taken[at : at + 2])) for at in range(0, 8, 2)] == [1, 1, 1, 1]
     assert sorted(set(taken)) == R
@@ -463,14 +448,14 @@ def test_fixed_packing_leaves_a_row_that_cannot_go_on() -> None:
 def test_a_random_choice_is_even_and_power_of_two_is_more_so() -> None:
     spreads = {}
     for policy in (ReplicaPolicyName.RANDOM, ReplicaPolicyName.POWER_OF_TWO_CHOICES):
-        counts = Counter(ChoiceWorld(replica_policy=policy, limit=1000).take(400))
+        counts = Counter(World(replica_policy=policy, limit=1000).take(400))
         assert len(counts) == 4
         spreads[policy] = max(counts.values()) - min(counts.values())
     assert spreads[ReplicaPolicyName.POWER_OF_TWO_CHOICES] < 6 < spreads[ReplicaPolicyName.RANDOM] < 80
 
 
 def test_a_snapshot_changes_the_policy_at_once_and_keeps_an_unchanged_ones_memory() -> None:
-    world = ChoiceWorld(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=4)
+    world = World(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=4)
     first = world.take(2)
     world.apply(replica_policy=ReplicaPolicyName.FIXED_PACKING, packing_num=4)
     assert world.take(2) == first  # the row goes on
@@ -482,7 +467,7 @@ def test_a_snapshot_changes_the_policy_at_once_and_keeps_an_unchanged_ones_memor
 
 
 def test_a_key_stays_with_its_replica_and_comes_back_to_it() -> None:
-    world = ChoiceWorld(limit=3)
+    world = World(limit=3)
     (home,) = {world.submit(shard("anna")) for _ in range(3)}
     second = world.submit(shard("anna"))  # home is full: nobody waits while another is free
     assert second not in (None, home)
@@ -496,7 +481,7 @@ def test_a_key_stays_with_its_replica_and_comes_back_to_it() -> None:
 
 @pytest.mark.parametrize("why", ["draining", "busy", "silent", "ejected"])
 def test_a_pinned_replica_that_takes_nothing_is_passed_over_for_the_next_of_the_key(why: str) -> None:
-    world = ChoiceWorld(outlier_ejection=OutlierEjection(consecutive_failures=1))
+    world = World(outlier_ejection=OutlierEjection(consecutive_failures=1))
     home = world.submit(shard("anna"))
     assert home is not None
     match why:
@@ -515,7 +500,7 @@ def test_a_pinned_replica_that_takes_nothing_is_passed_over_for_the_next_of_the_
 
 
 def test_a_pinned_request_that_waits_takes_whatever_is_free_first() -> None:
-    world = ChoiceWorld(replicas=R[:2], limit=1)
+    world = World(replicas=R[:2], limit=1)
     home, other = world.take(2, shard("anna"))
     assert world.submit(shard("anna")) is None
     assert world.end(2) == [Dispatch(RequestKey(3), other)]
@@ -523,7 +508,7 @@ def test_a_pinned_request_that_waits_takes_whatever_is_free_first() -> None:
 
 
 def test_the_preferred_version_is_taken_while_one_of_it_is_open() -> None:
-    world = ChoiceWorld(limit=2, versions={R[0]: 1, R[1]: 1, R[2]: 2, R[3]: 2})
+    world = World(limit=2, versions={R[0]: 1, R[1]: 1, R[2]: 2, R[3]: 2})
     assert set(world.take(4, Affinity(code_version=2))) == {R[2], R[3]}
     assert set(world.take(4, Affinity(code_version=2))) == {R[0], R[1]}  # they are full
     assert world.router.submit(RequestKey(99), 9.0, affinity=Affinity(code_version=2)) == Queued()
@@ -533,7 +518,7 @@ def test_the_preferred_version_is_taken_while_one_of_it_is_open() -> None:
 
 def test_a_key_is_pinned_among_the_replicas_of_its_version() -> None:
     versions = {R[0]: 1, R[1]: 1, R[2]: 2, R[3]: 2}
-    world = ChoiceWorld(versions=versions)
+    world = World(versions=versions)
     for key in "abcdefgh":
         for version in (1, 2):
             (taken,) = set(world.take(3, Affinity(version, stable_hash(key))))
@@ -544,7 +529,7 @@ MODEL = Affinity(model_id="m")
 
 
 def test_a_model_is_used_where_it_is_held_and_loaded_in_one_place_otherwise() -> None:
-    world = ChoiceWorld()
+    world = World()
     (loading,) = set(world.take(10, MODEL))  # nobody holds it yet
     holder = next(tag for tag in R if tag != loading)
     assert world.router.hold(holder, frozenset({"m", "n"}))
@@ -555,14 +540,14 @@ def test_a_model_is_used_where_it_is_held_and_loaded_in_one_place_otherwise() ->
 
 
 def test_different_models_are_loaded_in_different_places() -> None:
-    world = ChoiceWorld(limit=1000)
+    world = World(limit=1000)
     places = Counter(world.submit(Affinity(model_id=f"m{number}")) for number in range(400))
     assert sorted(places) == R
     assert min(places.values()) > 60
 
 
 def test_a_hot_model_spreads_to_replicas_that_have_far_less_to_do() -> None:
-    world = ChoiceWorld(limit=10)
+    world = World(limit=10)
     world.router.hold(R[1], frozenset({"m"}))
     assert set(world.take(5, MODEL)) == {R[1]}
     spread = world.submit(MODEL)
@@ -576,14 +561,14 @@ def test_a_hot_model_spreads_to_replicas_that_have_far_less_to_do() -> None:
 
 
 def test_a_hot_model_stays_where_it_is_when_all_others_are_as_busy() -> None:
-    world = ChoiceWorld(limit=10)
+    world = World(limit=10)
     world.take(20)  # five each
     world.router.hold(R[1], frozenset({"m"}))
     assert set(world.take(3, MODEL)) == {R[1]}
 
 
 def test_a_key_comes_before_a_model() -> None:
-    world = ChoiceWorld()
+    world = World()
     home = world.submit(shard("anna"))
     other = next(tag for tag in R if tag != home)
     world.router.hold(other, frozenset({"m"}))

@@ -29,13 +29,16 @@ TAG = BackendTag("d/a")
 R0, R1, R2 = (ReplicaTag(f"d/a#{i}") for i in range(3))
 
 
-def backend(*replicas: ReplicaTag, draining: tuple[ReplicaTag, ...] = (), limit: int = 1, queue: int = 10):
+def backend(
+    *replicas: ReplicaTag, draining=(), limit: int = 1, queue: int = 10, can_wake: bool = False
+) -> BackendSnapshot:
     return BackendSnapshot(
         backend_tag=TAG,
         replicas=list(replicas),
         draining=list(draining),
         max_concurrent_queries=limit,
         max_queued_requests=queue,
+        can_wake=can_wake,
     )
 
 
@@ -206,16 +209,7 @@ def test_a_queue_whose_requests_leave_from_the_middle_does_not_grow() -> None:
 
 def router_with(*replicas: ReplicaTag, limit: int = 1, queue: int = 10) -> Router:
     router = Router(TAG, random.Random(1).random, lambda: 0.0)
-    router.apply(
-        BackendSnapshot(
-            backend_tag=TAG,
-            replicas=list(replicas),
-            draining=[],
-            max_concurrent_queries=limit,
-            max_queued_requests=queue,
-        ),
-        now=0.0,
-    )
+    router.apply(backend(*replicas, limit=limit, queue=queue), now=0.0)
     return router
 
 
@@ -330,16 +324,8 @@ class Case:
         self.clock_reads += 1
         return self.now
 
-    def apply(self, *replicas: ReplicaTag, draining=(), can_wake: bool = False, queue: int = 10):
-        snapshot = BackendSnapshot(
-            backend_tag=TAG,
-            replicas=list(replicas),
-            draining=list(draining),
-            max_concurrent_queries=1,
-            max_queued_requests=queue,
-            can_wake=can_wake,
-        )
-        return self.router.apply(snapshot, self.now)
+    def apply(self, *replicas: ReplicaTag, **snapshot):
+        return self.router.apply(backend(*replicas, **snapshot), self.now)
 
     def submit(self, wait_s: float = 100.0, *, is_shadow: bool = False):
         self._last += 1

@@ -92,18 +92,12 @@ async def ask(reason: str | None, path: str) -> str | None:
         await server.close()
 
 
-async def test_a_ready_process_is_healthy() -> None:
+async def test_a_process_is_healthy_when_its_port_says_so() -> None:
     assert await ask(None, "/readyz") is None
-
-
-async def test_a_process_that_is_not_ready_says_why() -> None:
+    assert await ask(None, "/nothing") is not None
     said = await ask("NATS is not connected", "/readyz")
     assert said is not None
     assert said.endswith("NATS is not connected")
-
-
-async def test_an_unknown_path_is_unhealthy() -> None:
-    assert await ask(None, "/nothing") is not None
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/readyz", "http://127.0.0.1:port/readyz"])

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from serve_common.errors import BadField
 from serve_common.runtime.operations import (
+    OperationsPages,
     OperationsServer,
     ProcessPages,
     advertised_for_children,
@@ -52,9 +53,12 @@ def registry() -> CollectorRegistry:
 
 @asynccontextmanager
 async def serving(
-    settings: OperationsSettings = LOCAL, readiness_error: str | None = None
+    settings: OperationsSettings = LOCAL,
+    readiness_error: str | None = None,
+    pages: OperationsPages | None = None,
 ) -> AsyncIterator[OperationsServer]:
-    server = OperationsServer(settings, ProcessPages(registry(), readiness_error=lambda: readiness_error))
+    pages = pages or ProcessPages(registry(), readiness_error=lambda: readiness_error)
+    server = OperationsServer(settings, pages)
     await server.start()
     try:
         yield server
@@ -126,9 +130,7 @@ class FixedChild:
 async def test_a_parent_passes_the_names_on_and_its_health_is_that_of_the_children_that_run() -> None:
     async with serving() as first, serving(readiness_error="no bus") as second:
         children: dict[int, Child] = {1: FixedChild(first.port), 2: FixedChild(second.port)}
-        operations = OperationsServer(LOCAL, ChildrenPages(children, lambda: None))
-        await operations.start()
-        try:
+        async with serving(pages=ChildrenPages(children, lambda: None)) as operations:
             _, page = await get(operations.port, named("custom_total", "other"))
             assert samples(page) == ["custom_total"] * 2 + ["other"] * 2
             assert 'custom_total{process="2"} 3.0' in page
@@ -137,8 +139,6 @@ async def test_a_parent_passes_the_names_on_and_its_health_is_that_of_the_childr
             children[3] = FixedChild(None)
             assert await get(operations.port, "/healthz") == (200, "ok\n")
             assert "process 3: it starts" in (await get(operations.port, "/readyz"))[1]
-        finally:
-            await operations.close()
 
 
 async def test_a_child_that_takes_connections_and_says_nothing_makes_the_parent_unhealthy(
@@ -148,12 +148,10 @@ async def test_a_child_that_takes_connections_and_says_nothing_makes_the_parent_
     writers: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_server(lambda _reader, writer: writers.append(writer), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
-    operations = OperationsServer(LOCAL, ChildrenPages({1: FixedChild(port)}, lambda: None))
-    await operations.start()
     try:
-        status, why = await get(operations.port, "/healthz")
+        async with serving(pages=ChildrenPages({1: FixedChild(port)}, lambda: None)) as operations:
+            status, why = await get(operations.port, "/healthz")
     finally:
-        await operations.close()
         for writer in writers:
             writer.close()
             await writer.wait_closed()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -112,4 +111,3 @@ def test_a_forked_child_may_count_while_a_thread_of_its_parent_does() -> None:
     measures.renew_locks()  # as `os.fork` has it called in the child
     total.add(1.0)
     assert total.drain() == {(): 1.0}
-    assert hasattr(os, "register_at_fork")
