@@ -1,4 +1,8 @@
-"""Regular path of one HTTP request: build the request to its endpoint, dispatch it, write the response."""
+"""Regular path of one HTTP request: read its head, build the request to its endpoint, dispatch it, write the response.
+
+Why some properties of a head are read from what aiohttp stores: its public forms of them cost more than everything else
+this proxy does.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from typing import Final, final
+from urllib.parse import quote
 
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 
 from serve_common.clock import SystemClock
 from serve_common.config.backend import EndpointOptions, HttpOptions
@@ -22,17 +27,19 @@ from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.headers import (
     RequestHeaders,
+    as_bytes,
     earliest_deadline,
     forward,
     get_header_value,
+    is_host,
+    is_only_chunked,
     read_checked_headers,
     read_request_headers,
     use_host,
 )
-from serve_proxy.core.problems import BodiesFull, Problem, build_problem
+from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, UnknownCoding, build_problem
 from serve_proxy.http.bodies import body_need, check_announced, feed_body, receive_body
 from serve_proxy.http.middlewares import MiddlewareRequestState
-from serve_proxy.http.request_heads import get_authority, get_peer, get_scheme, is_socket_wanted
 from serve_proxy.http.responses import problem_response, respond, whole_bytes
 from serve_proxy.http.websockets import HttpSockets
 from serve_proxy.shell.ingress import Ingress
@@ -41,6 +48,66 @@ from serve_proxy.shell.request_observers import AccessLog, RequestTraces
 _WEBSOCKET: Final = RequestKind.WEBSOCKET
 _DEFAULT_SHARD_KEY: Final = EndpointOptions().shard_key_header
 _CLOCK: Final = SystemClock()
+
+
+def check_head(request: web.BaseRequest) -> None:
+    """Reject invalid heads that the parser accepts; close the connection where its bytes are ambiguous.
+
+    Raises `BadRequest` and `UnknownCoding`; the rest of the connection can then not be trusted.
+    """
+    message = request._message  # noqa: SLF001 - not public
+    if message.version.major != 1:  # the parser lets 0.9 and 2.0 pass, when nothing follows
+        request._version = HttpVersion11  # noqa: SLF001 - the response would use the other one
+        raise BadRequest("version", "only HTTP/1.0 and HTTP/1.1 are spoken here")
+    if message.chunked:
+        if not is_only_chunked(message.raw_headers):
+            raise UnknownCoding("transfer-encoding", "only chunked is understood here")
+        is_last = message.version < HttpVersion11  # intermediaries may not support chunks (RFC 9112, 6.1)
+    elif hdrs.TRANSFER_ENCODING in message.headers:
+        raise UnknownCoding("transfer-encoding", "only chunked is understood here")
+    else:
+        is_last = False
+    if not (is_host(as_bytes(message.headers.get(hdrs.HOST, ""))) and is_host(get_authority(request))):
+        raise BadRequest("host", "is no name or address")
+    if message.upgrade:
+        upgrade = ",".join(message.headers.getall(hdrs.UPGRADE, ()))
+        if not is_socket_wanted(request, as_bytes(upgrade)):
+            is_last = True  # the parser drops the bytes after it
+    if is_last:
+        request._message = message._replace(should_close=True)  # noqa: SLF001 - `keep_alive` reads it there
+
+
+def is_socket_wanted(request: web.BaseRequest, upgrade: bytes) -> bool:
+    """True for an upgrade to a WebSocket; ``upgrade`` is the header. The parser has then stopped at this request."""
+    return upgrade.strip().lower() == b"websocket" and request._message.upgrade  # noqa: SLF001 - not public
+
+
+def get_peer(request: web.BaseRequest) -> str:
+    """Address of the client as ``host:port``."""
+    name = request.protocol.peername
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
+
+
+def get_scheme(request: web.BaseRequest) -> str:
+    """Scheme of the client's connection: http or https."""
+    return "https" if request.secure else "http"
+
+
+def get_authority(request: web.BaseRequest) -> bytes:
+    """The authority of an absolute-form target, as clients of forward proxies send it; otherwise empty."""
+    if request.raw_path.startswith("/"):
+        return b""
+    return as_bytes(request._message.url.raw_authority)  # noqa: SLF001 - the request's own form has lost it
+
+
+def get_target(request: web.BaseRequest) -> str:
+    """Path and query as the client sent them, in ASCII."""
+    target = request.raw_path
+    if not target.startswith("/"):
+        target = request.rel_url.raw_path_qs  # the absolute form, which clients send to proxies
+    if not target.isascii():
+        target = quote(target.encode("utf-8", "surrogateescape"), safe="/?#[]@!$&'()*+,;=:%~")
+    return target
 
 
 def build_request_spec(

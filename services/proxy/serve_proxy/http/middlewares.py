@@ -13,6 +13,7 @@ from typing import Any, Final, final
 
 import structlog
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.admission import RequestStats
@@ -20,7 +21,6 @@ from serve_common.errors import ServeError
 from serve_proxy.core.headers import ObservedRequest, checked_headers
 from serve_proxy.core.problems import Problem, build_problem
 from serve_proxy.http.bodies import check_announced, send_continue
-from serve_proxy.http.request_heads import replace_headers
 from serve_proxy.http.responses import as_response, problem_response
 from serve_proxy.shell.ingress import MiddlewareRefused
 
@@ -109,6 +109,17 @@ def _validation_error(found: Any) -> str | None:
     except (TypeError, ValueError) as error:
         return f"cannot be called with a request and a handler ({error})"
     return None
+
+
+def replace_headers(request: web.BaseRequest, raw: tuple[tuple[bytes, bytes], ...]) -> None:
+    """Replace the headers of ``request``, a clone.
+
+    `clone(headers=…)` re-encodes the raw headers, and fails for values that are not UTF-8.
+    """
+    pairs = ((name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in raw)
+    headers = CIMultiDictProxy(CIMultiDict(pairs))
+    request._message = request._message._replace(headers=headers, raw_headers=raw)  # noqa: SLF001 - see above
+    request._headers = headers  # noqa: SLF001 - as above
 
 
 _log = structlog.get_logger(__name__)

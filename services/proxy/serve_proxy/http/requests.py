@@ -22,9 +22,8 @@ from serve_proxy.core.access_line import AccessLine
 from serve_proxy.core.headers import REQUEST_ID, get_client, read_request_headers
 from serve_proxy.core.problems import Problem, build_problem
 from serve_proxy.http.bodies import is_mostly_unread
-from serve_proxy.http.endpoint import EndpointHandler
+from serve_proxy.http.endpoint import EndpointHandler, check_head, get_peer, get_scheme, get_target
 from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareRequestState, compose
-from serve_proxy.http.request_heads import check_head, get_peer, get_scheme, get_target
 from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import AccessLog, RequestTraces

@@ -12,8 +12,7 @@ from typing import Final
 from aiohttp import web
 
 from serve_proxy.core.problems import Problem
-from serve_proxy.http.middlewares import EXCHANGE
-from serve_proxy.http.request_heads import replace_headers
+from serve_proxy.http.middlewares import EXCHANGE, replace_headers
 from serve_proxy.http.responses import problem_response
 
 API_KEY_NAME: Final = web.RequestKey("muster.api_key_name", str)

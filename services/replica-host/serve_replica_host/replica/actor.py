@@ -82,10 +82,6 @@ class ReplicaActor:
         """Run the user's health check; returns a `ControlOutcome`. Blocks while the user's code blocks its loop."""
         return encode(ControlOutcome(error=self._get_process().check_health()))
 
-    def in_flight(self) -> int:
-        """Requests that hold a slot; for debugging."""
-        return self._get_process().in_flight
-
     def drain(self) -> bytes:
         """Drain until nothing is in flight and nothing can arrive; returns a `ControlOutcome`, or empty bytes."""
         if self._process is not None:
