@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from serve_common.config.backend import ReplicaConfig
+from serve_common.names import BackendTag, replica_tag
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     UNKNOWN_BYTES,
@@ -26,6 +32,7 @@ from serve_common.protocol.frames import (
     encode_frame,
     split_body,
 )
+from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.threads import Mailbox
 from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.io.protocol import ReplicaProtocol
@@ -35,23 +42,60 @@ from serve_replica_host.replica.user.executor import UserExecutor
 TIMEOUT_S = 30.0
 
 
-class NoMetrics:
-    """Metrics that remember nothing but statuses."""
+def build_goal(import_path: str = "app:App", ordinal: int = 1, **changes: Any) -> ReplicaGoal:
+    """The goal of the replica ``default/app#<ordinal>``."""
+    backend = BackendTag("default/app")
+    fields: dict[str, Any] = {
+        "replica_tag": replica_tag(backend, ordinal),
+        "backend_tag": backend,
+        "replica_config": ReplicaConfig(import_path=import_path),
+        "config_version": 1,
+        "max_concurrent_queries": 10,
+        "graceful_shutdown_timeout_s": 20.0,
+        "health_check_period_s": 10.0,
+        "health_check_timeout_s": 30.0,
+        "start_timeout_s": 60.0,
+    }
+    return ReplicaGoal(**(fields | changes))
+
+
+@contextmanager
+def importable(directory: Path, **sources: str) -> Iterator[str]:
+    """A directory of modules of user code, by name; what was imported of it is forgotten afterwards."""
+    for name, source in sources.items():
+        (directory / f"{name}.py").write_text(source)
+    yield str(directory)
+    for name in sources:
+        sys.modules.pop(name, None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(directory)]
+
+
+class Tally:
+    """Metrics that remember statuses and refusals."""
 
     def __init__(self) -> None:
         self.answered: list[int] = []
+        self.refused: list[str] = []
 
     def count_response(self, status: int, seconds: float) -> None:
+        assert seconds >= 0
         self.answered.append(status)
 
     def count_refused(self, reason: str) -> None:
-        raise AssertionError(reason)
+        self.refused.append(reason)
 
     def turn(self) -> None:
         raise AssertionError
 
     def write(self, occupancy: Occupancy) -> None:
         raise AssertionError
+
+
+class NoRefusals(Tally):
+    """Metrics of a replica that is expected to refuse nothing."""
+
+    def count_refused(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 class Rig:
@@ -61,7 +105,7 @@ class Rig:
         loop = asyncio.get_running_loop()
         asgi = None if application is None else Lifespan(application)
         self.code = UserCode(handler or application, handler, 8, asgi)
-        self.metrics = NoMetrics()
+        self.metrics = NoRefusals()
         self.requests: dict[bytes, Request] = {}
         self._replies = itertools.count(1)
         user_queue: Mailbox[Any] = Mailbox(loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - it is made below

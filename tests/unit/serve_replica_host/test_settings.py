@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serve_common.errors import BadField
@@ -14,20 +16,13 @@ from serve_common.runtime.settings import Environment
 from serve_replica_host.adapters.ray_protocol import RaySettings
 from serve_replica_host.ray_main import prepare_ray_environment
 from serve_replica_host.settings import SPARE_REPLICAS, read_host_settings
+from tests.unit.serve_replica_host.adapters.test_ray_process import SETTINGS
 
 MINIMAL = {"MUSTER_NATS_PASSWORD": "h", "MUSTER_REPLICA_NATS_PASSWORD": "r", "MUSTER_HOST_ID": "host-1"}
 
 
 def ray_settings(temp_dir: Path, address: str | None = None) -> RaySettings:
-    return RaySettings(
-        temp_dir=str(temp_dir),
-        address=address,
-        num_cpus=None,
-        app_root="",
-        metrics_dir="",
-        host_id="h",
-        spare_replicas=0,
-    )
+    return msgspec.structs.replace(SETTINGS, temp_dir=str(temp_dir), address=address)
 
 
 def test_defaults_need_only_the_two_passwords() -> None:
@@ -70,8 +65,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_local_ray_gets_a_token_of_this_life_that_no_file_holds_and_a_directory_of_its_own(
     tmp_path: Path, clean_environment: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     prepare_ray_environment(ray_settings(tmp_path / "ray"))
     token = os.environ["RAY_AUTH_TOKEN"]
     assert os.environ["RAY_AUTH_MODE"] == "token"
@@ -89,8 +82,6 @@ def test_a_local_ray_gets_a_token_of_this_life_that_no_file_holds_and_a_director
 def test_whatever_stands_where_ray_is_to_write_stops_no_start(
     tmp_path: Path, clean_environment: pytest.MonkeyPatch, what: str
 ) -> None:
-    import os
-
     if what == "directory of another user" and os.geteuid() != 0:
         pytest.skip("NOT TESTED: another user's directory; only root can make one")
     ray = tmp_path / "ray"
@@ -130,8 +121,6 @@ def test_a_place_that_cannot_be_ours_alone_is_named(
 def test_an_existing_cluster_keeps_its_own_authentication(
     tmp_path: Path, clean_environment: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     prepare_ray_environment(ray_settings(tmp_path, address="head:6379"))
 
     assert "RAY_AUTH_MODE" not in os.environ

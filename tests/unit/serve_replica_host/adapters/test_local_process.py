@@ -17,7 +17,6 @@ import pytest
 from serve_common.errors import BadField
 from serve_common.runtime.settings import Environment
 from serve_replica_host.adapters import local_process
-from serve_replica_host.adapters import local_process as unix_users
 from serve_replica_host.adapters.local_process import (
     HostUsers,
     LocalProcess,
@@ -57,27 +56,22 @@ def test_a_process_that_was_gone_before_is_said_to_be_gone(sleeper: subprocess.P
     assert not LocalProcess(sleeper.pid).kill()
 
 
+@pytest.mark.parametrize("why", ["the system has none", "it may not be opened"])
 def test_without_a_handle_the_pid_must_do(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     def forbidden(_pid: int) -> int:
         raise PermissionError("not here")
 
-    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    if why == "the system has none":
+        monkeypatch.setattr(local_process, "_HAS_HANDLES", False)
+    else:
+        monkeypatch.setattr(os, "pidfd_open", forbidden)
     process = LocalProcess(sleeper.pid)
 
     assert process.kill()
     assert sleeper.wait(10) == -signal.SIGKILL
     assert not process.kill()
-
-
-def test_where_the_system_has_no_handles_the_pid_must_do(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_process, "_HAS_HANDLES", False)
-
-    assert LocalProcess(sleeper.pid).kill()
-    assert sleeper.wait(10) == -signal.SIGKILL
 
 
 # Changes of user: what is asked for is checked before anything is started, and what is given up stays so.
@@ -123,13 +117,13 @@ def test_host_and_replicas_may_not_be_told_to_be_the_same() -> None:
 
 
 def test_whom_we_are_already_needs_no_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_users.os, "geteuid", lambda: 65534)
-    monkeypatch.setattr(unix_users, "may_change_user", lambda: False)
+    monkeypatch.setattr(local_process.os, "geteuid", lambda: 65534)
+    monkeypatch.setattr(local_process, "may_change_user", lambda: False)
     assert choose_users("", "") == choose_users("nobody", "") == choose_users("", "nobody") == HostUsers()
 
 
 def test_without_the_right_to_it_a_change_of_user_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_users, "may_change_user", lambda: False)
+    monkeypatch.setattr(local_process, "may_change_user", lambda: False)
     with pytest.raises(BadField, match="MUSTER_REPLICA_USER: can be another user only where"):
         choose_users("", "54321")
     with pytest.raises(BadField, match="MUSTER_HOST_USER: can be another user only where"):

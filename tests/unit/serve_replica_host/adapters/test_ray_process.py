@@ -16,7 +16,7 @@ import pytest
 
 from serve_common.config.backend import ReplicaConfig
 from serve_common.identities.credentials import UserIdentity
-from serve_common.names import BackendTag, ReplicaTag
+from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
@@ -57,6 +57,7 @@ from serve_replica_host.core.events import (
     ReplicaStartFailed,
     Waits,
 )
+from tests.support.replica_rig import build_goal
 from tests.support.waiting import eventually
 
 TAG = ReplicaTag("default/app#1")
@@ -91,18 +92,8 @@ NOTICES: list[Notice] = [
 
 
 def goal(**changes: Any) -> ReplicaGoal:
-    fields: dict[str, Any] = {
-        "replica_tag": TAG,
-        "backend_tag": BackendTag("default/app"),
-        "replica_config": ReplicaConfig(import_path="a:b", init_kwargs={"x": [1, {"y": None}]}),
-        "config_version": 1,
-        "max_concurrent_queries": 10,
-        "graceful_shutdown_timeout_s": 1.0,
-        "health_check_period_s": 1.0,
-        "health_check_timeout_s": 1.0,
-        "start_timeout_s": 1.0,
-    }
-    return ReplicaGoal(**fields | changes)
+    config = ReplicaConfig(import_path="a:b", init_kwargs={"x": [1, {"y": None}]})
+    return build_goal(replica_config=config, **changes)
 
 
 CALLS: list[Call] = [
@@ -140,15 +131,18 @@ def hostile(kind: str, **fields: Any) -> bytes:
     return msgspec.msgpack.encode({"type": kind, "replica_tag": TAG, **fields})
 
 
+def resources(whole: dict[str, float]) -> bytes:
+    return msgspec.msgpack.encode({"type": "Resources", "whole": whole})
+
+
 HOSTILE = {
     "a pickle": pickle.dumps(Runs()),
     "nothing": b"",
     "an unknown message": hostile("Shutdown"),
     "a call": body(Kill(TAG)),
     "an unknown field": hostile("Drained", extra=1),
-    "a tag that is too long": hostile("Drained")
-    and msgspec.msgpack.encode({"type": "Drained", "replica_tag": "x" * 201}),
-    "a tag that is no text": msgspec.msgpack.encode({"type": "Drained", "replica_tag": 7}),
+    "a tag that is too long": hostile("Drained", replica_tag="x" * 201),
+    "a tag that is no text": hostile("Drained", replica_tag=7),
     "no UTF-8": b"\x82\xa4type\xa7Drained\xabreplica_tag\xa2\xff\xfe",
     "a pid beyond all": hostile("Placed", pid=2**63 - 1),
     "a pid below": hostile("Placed", pid=-1),
@@ -160,12 +154,10 @@ HOSTILE = {
     "a version beyond all": hostile("Constructed", config_version=2**63),
     "an error without end": hostile("StartFailed", error="x" * (TEXT_LENGTH_MAX + 1)),
     "no error": hostile("StartFailed", error=None),
-    "an endless resource": msgspec.msgpack.encode({"type": "Resources", "whole": {"CPU": float("inf")}}),
-    "a large resource": msgspec.msgpack.encode({"type": "Resources", "whole": {"CPU": 1e308}}),
-    "a negative resource": msgspec.msgpack.encode({"type": "Resources", "whole": {"CPU": -1.0}}),
-    "too many resources": msgspec.msgpack.encode(
-        {"type": "Resources", "whole": {str(number): 1.0 for number in range(1_001)}}
-    ),
+    "an endless resource": resources({"CPU": float("inf")}),
+    "a large resource": resources({"CPU": 1e308}),
+    "a negative resource": resources({"CPU": -1.0}),
+    "too many resources": resources({str(number): 1.0 for number in range(1_001)}),
     "a deep nest": b"\x91" * 200_000,
     "a deep nest in a message": b"\x82\xa4type\xa7Drained\xa5extra" + b"\x91" * 100_000,
     "a length that lies": b"\xdf\xff\xff\xff\xff",

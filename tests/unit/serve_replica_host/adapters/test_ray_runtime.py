@@ -7,14 +7,14 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from serve_common.config.backend import RayActorOptions, ReplicaConfig
+from serve_common.config.backend import RayActorOptions
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.adapters.ray_protocol import RaySettings
 from serve_replica_host.adapters.ray_runtime import RayRuntime
 from serve_replica_host.adapters.ray_session import (
     SESSIONS_MAX,
@@ -28,9 +28,11 @@ from serve_replica_host.adapters.ray_session import (
 from serve_replica_host.adapters.ray_thread import RayActorHandle, RayThread, SparePool, Urgency
 from serve_replica_host.core.events import Placed, ProcessEnded, ReplicaEvent
 from serve_replica_host.replica.telemetry.remote import Hello
+from tests.support.replica_rig import build_goal
+from tests.unit.serve_replica_host.adapters.test_ray_process import SETTINGS
 
 WITHIN_S = 30.0
-BACKEND = BackendTag("default/a")
+BACKEND = BackendTag("default/app")
 
 
 class Blocked:
@@ -64,17 +66,7 @@ class Held:
 
 
 def goal(ordinal: int) -> ReplicaGoal:
-    return ReplicaGoal(
-        replica_tag=replica_tag(BACKEND, ordinal),
-        backend_tag=BACKEND,
-        replica_config=ReplicaConfig(import_path="a:A"),
-        config_version=1,
-        max_concurrent_queries=1,
-        graceful_shutdown_timeout_s=5.0,
-        health_check_period_s=10.0,
-        health_check_timeout_s=10.0,
-        start_timeout_s=10.0,
-    )
+    return build_goal(ordinal=ordinal)
 
 
 BUS = BusSettings(servers=[], user="", inbox_prefix="i", subject_prefix="serve")
@@ -88,15 +80,7 @@ def events() -> list[ReplicaEvent]:
 @pytest.fixture
 def runtime(tmp_path: Path, events: list[ReplicaEvent]) -> RayRuntime:
     """Without a Ray: nothing here gets that far."""
-    settings = RaySettings(
-        temp_dir=str(tmp_path),
-        address=None,
-        num_cpus=1,
-        app_root="",
-        metrics_dir="",
-        host_id="h",
-        spare_replicas=0,
-    )
+    settings = msgspec.structs.replace(SETTINGS, temp_dir=str(tmp_path))
     return RayRuntime(settings, events.append, files=MetricsFiles(tmp_path), write_lines=lambda _lines: None)
 
 

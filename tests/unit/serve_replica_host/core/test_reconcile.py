@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.reports import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (
@@ -50,24 +49,14 @@ from serve_replica_host.core.state import (
     on_leader_notice,
     start_leaving,
 )
+from tests.support.replica_rig import build_goal
 
 HOST = HostId("host-1")
 BACKEND = BackendTag("default/app")
 
 
 def replica(ordinal: int, **changes: Any) -> ReplicaGoal:
-    fields: dict[str, Any] = {
-        "replica_tag": replica_tag(BACKEND, ordinal),
-        "backend_tag": BACKEND,
-        "replica_config": ReplicaConfig(import_path="app:App"),
-        "config_version": 1,
-        "max_concurrent_queries": 10,
-        "graceful_shutdown_timeout_s": 20.0,
-        "health_check_period_s": 10.0,
-        "health_check_timeout_s": 30.0,
-        "start_timeout_s": 60.0,
-    }
-    return ReplicaGoal(**(fields | changes))
+    return build_goal(ordinal=ordinal, **changes)
 
 
 def goal(

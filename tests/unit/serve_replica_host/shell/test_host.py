@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from serve_common.config.backend import ReplicaConfig
-from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
+from serve_common.names import BackendTag, HostId, ReplicaTag
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaGoal, ReplicaStatus
 from serve_common.runtime.tasks import TaskOwner
 from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, ReplicaStartFailed
 from serve_replica_host.shell import host
 from serve_replica_host.shell.host import HostShell
+from tests.support.replica_rig import build_goal
 
 HOST = HostId("h")
 
@@ -130,23 +130,8 @@ async def world() -> AsyncIterator[World]:
     await tasks.close(1)
 
 
-def replica(ordinal: int) -> ReplicaGoal:
-    backend = BackendTag("default/a")
-    return ReplicaGoal(
-        replica_tag=replica_tag(backend, ordinal),
-        backend_tag=backend,
-        replica_config=ReplicaConfig(import_path="a:A"),
-        config_version=1,
-        max_concurrent_queries=1,
-        graceful_shutdown_timeout_s=5.0,
-        health_check_period_s=10.0,
-        health_check_timeout_s=10.0,
-        start_timeout_s=10.0,
-    )
-
-
 async def test_a_goal_is_performed_and_acknowledged_by_the_next_report(world: World) -> None:
-    one = replica(1)
+    one = build_goal(ordinal=1)
     world.want(one, generation=3)
 
     report = await world.reports.until(lambda r: r.generation == 3)
@@ -168,7 +153,7 @@ async def test_what_comes_in_one_turn_makes_one_report(world: World) -> None:
     before = len(world.reports.all)
 
     for generation in range(1, 20):
-        world.want(*(replica(n) for n in range(generation)), generation=generation)
+        world.want(*(build_goal(ordinal=n) for n in range(generation)), generation=generation)
     await world.reports.until(lambda r: r.generation == 19)
 
     assert len(world.reports.all) == before + 1
@@ -199,7 +184,7 @@ async def test_messages_that_cannot_be_read_are_counted_and_change_nothing(world
 
 
 async def test_an_ended_process_has_its_metrics_retired(world: World) -> None:
-    one = replica(1)
+    one = build_goal(ordinal=1)
     world.want(one, generation=1)
     await world.reports.until(lambda r: r.generation == 1)
     world.shell.take_event(Placed(one.replica_tag, 42))
@@ -214,7 +199,7 @@ async def test_what_a_process_writes_after_its_reported_end_is_retired_too(
 ) -> None:
     """Ray reports ends early. One process id is another replica's by then, whose metrics stay."""
     monkeypatch.setattr(host, "RETIRE_AGAIN_S", 0.0)
-    one, two, three = (replica(ordinal) for ordinal in (1, 2, 3))
+    one, two, three = (build_goal(ordinal=ordinal) for ordinal in (1, 2, 3))
     world.want(one, two, three, generation=1)
     await world.reports.until(lambda r: r.generation == 1)
     world.shell.take_event(Placed(one.replica_tag, 42))
@@ -229,7 +214,7 @@ async def test_what_a_process_writes_after_its_reported_end_is_retired_too(
 
 
 async def test_starts_are_timed_and_failures_counted_once(world: World) -> None:
-    one, two = replica(1), replica(2)
+    one, two = build_goal(ordinal=1), build_goal(ordinal=2)
     world.want(one, two, generation=1)
     await world.reports.until(lambda r: r.generation == 1)
     world.shell.take_event(Placed(one.replica_tag, 42, was_spare=True))
@@ -243,13 +228,16 @@ async def test_starts_are_timed_and_failures_counted_once(world: World) -> None:
     world.shell.take_event(ProcessEnded(one.replica_tag, "killed"))
     await world.reports.until(lambda r: any(held.status is ReplicaStatus.DEAD for held in r.replicas))
 
-    assert world.metrics.starts == [("default/a", True)]
-    assert world.metrics.failures == [("default/a", ReplicaStatus.FAILED), ("default/a", ReplicaStatus.DEAD)]
+    assert world.metrics.starts == [("default/app", True)]
+    assert world.metrics.failures == [
+        ("default/app", ReplicaStatus.FAILED),
+        ("default/app", ReplicaStatus.DEAD),
+    ]
 
 
 async def test_leaving_drains_and_the_last_report_says_that_nothing_is_left() -> None:
     world = World()
-    one = replica(1)
+    one = build_goal(ordinal=1)
     async with asyncio.TaskGroup() as group:
         ended = group.create_task(world.shell.run())
         world.want(one, generation=1)
@@ -268,7 +256,7 @@ async def test_leaving_drains_and_the_last_report_says_that_nothing_is_left() ->
 
 
 async def test_what_survives_its_kill_is_killed_by_force_and_logged(world: World) -> None:
-    one = replica(1)
+    one = build_goal(ordinal=1)
     world.want(one, generation=1)
     await world.reports.until(lambda r: r.generation == 1)
 
@@ -284,7 +272,7 @@ async def test_nothing_is_published_while_the_bus_is_away(world: World) -> None:
     await world.reports.until(lambda r: True)
     world.reports.is_connected = False
     count = len(world.reports.all)
-    world.want(replica(1), generation=1)
+    world.want(build_goal(ordinal=1), generation=1)
     await asyncio.wait_for(world.runtime.was_told.wait(), 30)
     await asyncio.sleep(0)
     assert len(world.reports.all) == count

@@ -22,22 +22,9 @@ from serve_replica_host.replica.io.request import (
     WholeResponseEvent,
 )
 from serve_replica_host.replica.io.slots import RESPONSE_BYTES_MAX, RETENTION_MIN_S, RecentReplies
+from tests.support.replica_rig import Tally
 
 SLOTS = 2
-
-
-class NoMetrics:
-    def count_response(self, status: int, seconds: float) -> None:
-        assert seconds >= 0
-
-    def count_refused(self, reason: str) -> None:
-        pass
-
-    def turn(self) -> None:
-        raise AssertionError
-
-    def write(self, occupancy: Occupancy) -> None:
-        raise AssertionError
 
 
 class Replica:
@@ -51,7 +38,7 @@ class Replica:
             publish=lambda _subject, _frame: None,
             user_queue=self.user_queue.append,
             now=lambda: self.now,
-            metrics=NoMetrics(),
+            metrics=Tally(),
             max_concurrent_queries=SLOTS,
         )
         self._replies = 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -24,7 +22,6 @@ from muster.multiplexing.models import close_model
 from serve_common.config.backend import ReplicaConfig
 from serve_common.dispatch.errors import ReplicaError
 from serve_common.errors import UserCodeRaised
-from serve_common.names import BackendTag, replica_tag
 from serve_common.protocol.frames import (
     CallHead,
     CancelHead,
@@ -34,12 +31,11 @@ from serve_common.protocol.frames import (
     RequestKind,
     ResponseHead,
 )
-from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.threads import LoopThread
 from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
 from serve_replica_host.replica.user.code import Lifespan, UserCode
-from tests.support.replica_rig import NoMetrics, Rig
+from tests.support.replica_rig import NoRefusals, Rig, build_goal, importable
 
 WAIT_S = 30.0
 """A guard only."""
@@ -65,6 +61,11 @@ KINDS: list[Callable[[], BaseException]] = [
 ]
 NAMES = ["SystemExit", "KeyboardInterrupt", "CancelledError", "GeneratorExit", "Odd"]
 each_kind = pytest.mark.parametrize(("make", "name"), list(zip(KINDS, NAMES, strict=True)), ids=NAMES)
+each_kind_or_error = pytest.mark.parametrize(
+    ("make", "name"),
+    [*zip(KINDS, NAMES, strict=True), (lambda: ValueError("no such digit"), "ValueError: no such digit")],
+    ids=[*NAMES, "ValueError"],
+)
 
 
 def raised_in(logs: list[Any], name: str) -> bool:
@@ -77,7 +78,7 @@ def raised_in(logs: list[Any], name: str) -> bool:
 # -- ASGI ---------------------------------------------------------------------------------------------------------
 
 
-@each_kind
+@each_kind_or_error
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 async def test_an_application_that_raises(make: Any, name: str, where: str) -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -101,6 +102,7 @@ async def test_an_application_that_raises(make: Any, name: str, where: str) -> N
         assert (answer.head.error_code, name in answer.head.message) == ("user_code_raised", True)
     else:
         assert (answer.status, answer.body) == (200, b"one")
+    assert len(logs) == 1
 
 
 def shop(make: Any) -> Any:
@@ -157,7 +159,7 @@ def test_a_route_that_raises_in_a_task_of_its_middleware(make: Any, name: str, p
     on_loop_thread(work)
 
 
-@each_kind
+@each_kind_or_error
 async def test_a_websocket_handler_that_raises(make: Any, name: str) -> None:
     rig = Rig(application=shop(make).__muster_asgi__)
     with capture_logs() as logs:
@@ -171,6 +173,7 @@ async def test_a_websocket_handler_that_raises(make: Any, name: str) -> None:
     assert isinstance(closed, CloseHead)
     assert (opened.status, closed.code, early.status) == (101, 1011, 500)
     assert raised_in(logs, name)
+    assert [line["event"] for line in logs] == ["user_code_raised"] * 2
 
 
 @each_kind
@@ -203,81 +206,51 @@ async def test_a_lifespan_that_raises_in_its_shutdown_is_logged(make: Any, name:
     assert [(line["event"], name in line["traceback"]) for line in logs] == [("shutdown_failed", True)]
 
 
-# -- streams ------------------------------------------------------------------------------------------------------
+# -- functions ----------------------------------------------------------------------------------------------------
 
 
 @each_kind
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("items_before", [None, 0, 1], ids=["no stream", "first", "later"])
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_a_stream_that_raises(make: Any, name: str, after: int, *, is_async: bool) -> None:
-    async def waiting(request: Any) -> AsyncIterator[str]:
-        for _ in range(after):
+@pytest.mark.parametrize("is_call", [True, False], ids=["handle", "http"])
+async def test_a_function_or_generator_that_raises(
+    make: Any, name: str, items_before: int | None, *, is_async: bool, is_call: bool
+) -> None:
+    async def waiting(*_: Any) -> None:
+        raise make()
+
+    def plain(*_: Any) -> None:
+        raise make()
+
+    async def items(*_: Any) -> AsyncIterator[str]:
+        for _item in range(items_before or 0):
             yield "one"
         raise make()
 
-    def plain(request: Any) -> Iterator[str]:
-        for _ in range(after):
+    def plain_items(*_: Any) -> Iterator[str]:
+        for _item in range(items_before or 0):
             yield "one"
         raise make()
 
-    rig = Rig(waiting if is_async else plain)
+    is_stream = items_before is not None
+    rig = Rig((items if is_async else plain_items) if is_stream else (waiting if is_async else plain))
+    call: dict[str, Any] = {
+        "kind": RequestKind.PYTHON,
+        "body": cloudpickle.dumps(((), {})),
+        "call": CallHead(stream=is_stream, is_pickled=True),
+    }
     with capture_logs() as logs:
-        answer = await rig.call()
+        answer = await rig.call(**call if is_call else {})
         await rig.idle()
 
     assert isinstance(answer.head, ErrorHead)
-    assert (answer.head.error_code, name in answer.head.message) == ("user_code_raised", True)
-    assert answer.body in (b"", b"one" * after)
+    assert (answer.head.error_code, answer.head.status) == ("user_code_raised", 500)
+    assert name in answer.head.message
+    assert is_call or answer.body in (b"", b"one" * (items_before or 0))
     assert raised_in(logs, name)
 
 
 # -- calls by handles ---------------------------------------------------------------------------------------------
-
-
-@each_kind
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_call_by_a_handle(make: Any, name: str, *, stream: bool, is_async: bool) -> None:
-    async def waiting() -> None:
-        raise make()
-
-    def plain() -> None:
-        raise make()
-
-    async def items() -> AsyncIterator[int]:
-        yield 1
-        raise make()
-
-    def plain_items() -> Iterator[int]:
-        yield 1
-        raise make()
-
-    handler = (items if is_async else plain_items) if stream else (waiting if is_async else plain)
-    rig = Rig(handler)
-    with capture_logs() as logs:
-        answer = await rig.call(
-            kind=RequestKind.PYTHON,
-            body=cloudpickle.dumps(((), {})),
-            call=CallHead(stream=stream, is_pickled=True),
-        )
-        await rig.idle()
-
-    assert isinstance(answer.head, ErrorHead)
-    assert (answer.head.error_code, name in answer.head.message) == ("user_code_raised", True)
-    assert raised_in(logs, name)
-
-
-async def parse_error(handler: Any) -> Exception:
-    """What the caller by a handle is given."""
-    request = Rig(handler).begin(
-        kind=RequestKind.PYTHON,
-        first=(body := cloudpickle.dumps(((), {}))),
-        body_bytes=len(body),
-        call=CallHead(is_pickled=True),
-    )
-    head, raised = await request.frame()
-    assert isinstance(head, ErrorHead)
-    return to_exception(ReplicaError(head.error_code, head.status, head.message, raised=raised))
 
 
 @pytest.mark.parametrize("make", [*KINDS, Unpicklable])
@@ -287,51 +260,43 @@ async def test_what_is_no_exception_reaches_the_caller_as_an_error_with_its_text
     async def handler() -> None:
         raise make()
 
+    body = cloudpickle.dumps(((), {}))
+    request = Rig(handler).begin(
+        kind=RequestKind.PYTHON, first=body, body_bytes=len(body), call=CallHead(is_pickled=True)
+    )
     with capture_logs():
-        error = await parse_error(handler)
+        head, raised = await request.frame()
+    assert isinstance(head, ErrorHead)
+    error = to_exception(ReplicaError(head.error_code, head.status, head.message, raised=raised))
 
     assert type(error) is UserCodeRaised
     assert type(make()).__name__ in str(error)
     assert "in handler" in error.__notes__[0]
+    if make is Unpicklable:
+        decoded = msgspec.msgpack.decode(raised, type=Raised)
+        assert (decoded.pickled, "Unpicklable" in decoded.traceback) == (b"", True)
 
 
-async def test_a_call_that_is_really_cancelled_ends_without_a_word_and_is_cleaned_up() -> None:
+@pytest.mark.parametrize("served", ["call", "handler", "application"])
+async def test_work_that_is_really_cancelled_ends_without_a_word_and_is_cleaned_up(served: str) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def handler() -> None:
+    async def waits() -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
-
-    for kind in (RequestKind.PYTHON, RequestKind.HTTP):
-        begun.clear()
-        ended.clear()
-        rig = Rig(handler)
-        body = cloudpickle.dumps(((), {})) if kind is RequestKind.PYTHON else b""
-        with capture_logs() as logs:
-            request = rig.begin(kind=kind, first=body, body_bytes=len(body), call=CallHead(is_pickled=True))
-            await asyncio.wait_for(begun.wait(), WAIT_S)
-            request.send(CancelHead())
-            await asyncio.wait_for(ended.wait(), WAIT_S)
-            await rig.idle()
-        assert [line["event"] for line in logs if line["event"] == "user_code_raised"] == []
-
-
-async def test_an_application_whose_caller_leaves_is_cancelled_without_a_word() -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+        await waits()
 
-    rig = Rig(application=application)
+    rig = Rig(application=application) if served == "application" else Rig(waits)
+    kind, body = RequestKind.HTTP, b""
+    if served == "call":
+        kind, body = RequestKind.PYTHON, cloudpickle.dumps(((), {}))
     with capture_logs() as logs:
-        request = rig.begin()
+        request = rig.begin(kind=kind, first=body, body_bytes=len(body), call=CallHead(is_pickled=True))
         await asyncio.wait_for(begun.wait(), WAIT_S)
         request.send(CancelHead())
         await asyncio.wait_for(ended.wait(), WAIT_S)
@@ -469,30 +434,23 @@ class AsyncIll(Model):
 """
 
 
-@pytest.fixture
-def app_dir(tmp_path: Path) -> Iterator[str]:
-    yield str(tmp_path)
-    sys.modules.pop("unit_exit_app", None)
-    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
-
-
-def order(app_dir: str, attribute: str, **config: Any) -> StartReplicaRequest:
-    backend = BackendTag("default/a")
-    goal = ReplicaGoal(
-        replica_tag=replica_tag(backend, 1),
-        backend_tag=backend,
-        replica_config=ReplicaConfig(import_path=f"unit_exit_app:{attribute}", **config),
-        config_version=1,
-        max_concurrent_queries=2,
-        graceful_shutdown_timeout_s=1.0,
-        health_check_period_s=1.0,
-        health_check_timeout_s=1.0,
-        start_timeout_s=1.0,
-    )
+def make_process(directory: Path, attribute: str, source: str = APP, **config: Any) -> ReplicaProcess:
+    """A process that was not started yet, with ``source`` as its module of user code."""
+    (directory / "unit_exit_app.py").write_text(source)
+    replica_config = ReplicaConfig(import_path=f"unit_exit_app:{attribute}", **config)
     bus = BusSettings(
         servers=["nats://127.0.0.1:1"], user="replica", inbox_prefix="_INBOX_replica", subject_prefix="serve"
     )
-    return StartReplicaRequest(goal=goal, bus=bus, app_dir=app_dir)
+    request = StartReplicaRequest(
+        goal=build_goal(replica_config=replica_config), bus=bus, app_dir=str(directory)
+    )
+    return ReplicaProcess(request, NoRefusals())
+
+
+@pytest.fixture
+def app_dir(tmp_path: Path) -> Iterator[Path]:
+    with importable(tmp_path, unit_exit_app=APP):
+        yield tmp_path
 
 
 def in_time(function: Callable[[], Any]) -> Any:
@@ -510,39 +468,29 @@ def in_time(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_constructor_that_raises_is_a_failed_start(app_dir: str, name: str) -> None:
-    Path(app_dir, "unit_exit_app.py").write_text(APP)
-    process = ReplicaProcess(order(app_dir, "Constructed", init_args=[name]), NoMetrics())
+@pytest.mark.parametrize("where", ["constructor", "module"])
+def test_a_constructor_or_module_that_raises_is_a_failed_start(app_dir: Path, name: str, where: str) -> None:
+    if where == "module":
+        process = make_process(app_dir, "Model", APP + f"\nfail({name!r})\n")
+    else:
+        process = make_process(app_dir, "Constructed", init_args=[name])
 
     told = in_time(process.start)
 
     assert told is not None
     assert f"{name}: said by the code" in told
-    assert "in __init__" in told
+    assert "in __init__" in told or where == "module"
     assert process._user._thread.is_alive()
-    in_time(process.drain)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_module_that_raises_is_a_failed_start(app_dir: str, name: str) -> None:
-    Path(app_dir, "unit_exit_app.py").write_text(APP + f"\nfail({name!r})\n")
-    process = ReplicaProcess(order(app_dir, "Model"), NoMetrics())
-
-    told = in_time(process.start)
-
-    assert told is not None
-    assert f"{name}: said by the code" in told
     in_time(process.drain)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("attribute", ["Ill", "AsyncIll"])
 def test_a_health_check_that_raises_is_an_unhealthy_replica_every_time(
-    app_dir: str, name: str, attribute: str
+    app_dir: Path, name: str, attribute: str
 ) -> None:
-    Path(app_dir, "unit_exit_app.py").write_text(APP.replace("NAME", name))
-    process = ReplicaProcess(order(app_dir, attribute), NoMetrics())
-    process._code = process._user.submit(UserCode.construct(process._order.goal, app_dir)).result(WAIT_S)
+    process = make_process(app_dir, attribute, APP.replace("NAME", name))
+    process._code = process._user.submit(UserCode.construct(process._order.goal, str(app_dir))).result(WAIT_S)
 
     for _ in range(3):
         told = in_time(process.check_health)
@@ -554,11 +502,10 @@ def test_a_health_check_that_raises_is_an_unhealthy_replica_every_time(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("attribute", ["Model", "AsyncModel"])
 def test_a_reconfigure_that_raises_is_told_and_the_code_goes_on(
-    app_dir: str, name: str, attribute: str
+    app_dir: Path, name: str, attribute: str
 ) -> None:
-    Path(app_dir, "unit_exit_app.py").write_text(APP)
-    process = ReplicaProcess(order(app_dir, attribute), NoMetrics())
-    code = process._code = process._user.submit(UserCode.construct(process._order.goal, app_dir)).result(
+    process = make_process(app_dir, attribute)
+    code = process._code = process._user.submit(UserCode.construct(process._order.goal, str(app_dir))).result(
         WAIT_S
     )
 
@@ -635,22 +582,3 @@ def test_a_loop_that_the_users_code_stops_goes_on() -> None:
     assert [thread.submit(stops()).result(WAIT_S) for _ in range(3)] == [1, 1, 1]
     thread.stop(WAIT_S)
     assert thread.loop.is_closed()
-
-
-def test_raised_is_decodable_for_what_could_not_be_pickled() -> None:
-    async def work() -> Raised:
-        async def handler() -> None:
-            raise Unpicklable
-
-        request = Rig(handler).begin(
-            kind=RequestKind.PYTHON,
-            first=(body := pickle.dumps(((), {}))),
-            body_bytes=len(body),
-            call=CallHead(is_pickled=True),
-        )
-        _, raised = await request.frame()
-        return msgspec.msgpack.decode(raised, type=Raised)
-
-    with capture_logs():
-        raised = asyncio.run(work())
-    assert (raised.pickled, "Unpicklable" in raised.traceback) == (b"", True)

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from serve_common.config.backend import BackpressureConfig, ReplicaConfig
 from serve_common.dispatch.errors import QueueIsFull
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, UserCodeRaised
-from serve_common.names import BackendTag, replica_tag
+from serve_common.names import BackendTag
 from serve_common.protocol.frames import CallHead, Raised, RequestHead, RequestKind
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.snapshots import BackendProtection
@@ -35,6 +35,7 @@ from serve_replica_host.replica.io.request import (
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
 from serve_replica_host.replica.user import python_calls
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
+from tests.support.replica_rig import build_goal, importable
 from tests.support.waiting import eventually
 
 APP = """
@@ -86,33 +87,14 @@ VALUE = 3
 
 @pytest.fixture
 def app_dir(tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "unit_user_app.py").write_text(APP)
-    (tmp_path / "unit_broken_app.py").write_text("def f(:\n")
-    yield str(tmp_path)
-    sys.modules.pop("unit_user_app", None)
-    if str(tmp_path) in sys.path:
-        sys.path.remove(str(tmp_path))
+    with importable(tmp_path, unit_user_app=APP, unit_broken_app="def f(:\n") as directory:
+        yield directory
 
 
-def goal(attribute: str, **changes: Any) -> ReplicaGoal:
-    config = ReplicaConfig(
-        import_path=attribute if ":" in attribute else f"unit_user_app:{attribute}",
-        init_args=changes.pop("init_args", []),
-        init_kwargs=changes.pop("init_kwargs", {}),
-    )
-    backend = BackendTag("default/a")
-    fields: dict[str, Any] = {
-        "replica_tag": replica_tag(backend, 1),
-        "backend_tag": backend,
-        "replica_config": config,
-        "config_version": 1,
-        "max_concurrent_queries": 2,
-        "graceful_shutdown_timeout_s": 1.0,
-        "health_check_period_s": 1.0,
-        "health_check_timeout_s": 1.0,
-        "start_timeout_s": 1.0,
-    }
-    return ReplicaGoal(**(fields | changes))
+def goal(attribute: str, *, init_args: Any = (), init_kwargs: Any = None, **changes: Any) -> ReplicaGoal:
+    path = attribute if ":" in attribute else f"unit_user_app:{attribute}"
+    config = ReplicaConfig(import_path=path, init_args=list(init_args), init_kwargs=init_kwargs or {})
+    return build_goal(replica_config=config, **changes)
 
 
 async def test_a_class_is_constructed_with_its_arguments_and_reconfigured_before_it_serves(
@@ -413,11 +395,6 @@ async def test_what_a_call_further_down_ended_with_is_told_with_its_own_status(c
     with capture_logs():
         failed, _ = failure(await call(code, "fail", DeadlineExceeded("by the code itself")))
     assert (failed.error_code, failed.status) == ("user_code_raised", 500)
-
-
-async def test_leaving_the_process_is_an_error_like_any_other(code: UserCode) -> None:
-    failed, _ = failure(await call(code, "fail", SystemExit(3)))
-    assert failed.message == "SystemExit: 3"
 
 
 @pytest.mark.parametrize("method", ["numbers", "plain_numbers"])

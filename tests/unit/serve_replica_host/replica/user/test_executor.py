@@ -166,32 +166,6 @@ async def test_an_exception_is_one_line_for_the_caller_and_a_traceback_in_the_lo
     assert "in handler" in logs[0]["traceback"]
 
 
-class Odd(BaseException):
-    """No exception that anybody catches."""
-
-
-@pytest.mark.parametrize(
-    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("own"), GeneratorExit(), Odd("why")]
-)
-@pytest.mark.parametrize("is_async", [True, False])
-async def test_code_that_exits_or_cancels_itself_is_an_error_of_its_own(
-    error: BaseException, *, is_async: bool
-) -> None:
-    async def waiting(request: Request) -> None:
-        raise error
-
-    def plain(request: Request) -> None:
-        raise error
-
-    with capture_logs() as logs:
-        outcome = await Bench(waiting if is_async else plain).serve(exchange())
-
-    assert isinstance(outcome, Failed)
-    assert (outcome.error_code, outcome.status) == ("user_code_raised", 500)
-    assert type(error).__name__ in outcome.message
-    assert logs[0]["event"] == "user_code_raised"
-
-
 async def test_an_http_exception_is_its_status() -> None:
     async def handler(request: Request) -> None:
         raise HTTPException(404, "nothing here", {"X-Why": "so"})

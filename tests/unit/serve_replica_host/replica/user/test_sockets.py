@@ -19,7 +19,6 @@ from serve_common.protocol.frames import (
     CloseHead,
     CreditHead,
     ErrorHead,
-    Headers,
     MessageHead,
     ProbeHead,
     RequestKind,
@@ -35,10 +34,12 @@ def rig_of(endpoint: Any) -> Rig:
     return Rig(application=Starlette(routes=[WebSocketRoute("/ws", endpoint)]))
 
 
-async def connect(rig: Rig, headers: Headers | None = None, *, gives_credit: bool = True) -> Request:
-    request = rig.begin(
-        "/app/ws", kind=RequestKind.WEBSOCKET, method="GET", headers=headers, gives_credit=gives_credit
-    )
+def open_socket(rig: Rig, path: str = "/app/ws", **options: Any) -> Request:
+    return rig.begin(path, kind=RequestKind.WEBSOCKET, method="GET", **options)
+
+
+async def connect(rig: Rig, *, gives_credit: bool = True) -> Request:
+    request = open_socket(rig, gives_credit=gives_credit)
     head, _ = await request.frame()
     assert isinstance(head, ResponseHead)
     assert head.status == 101
@@ -86,11 +87,8 @@ async def test_the_scope_names_subprotocols_and_the_accept_chooses_one() -> None
         await socket.close(3000, "bye")
 
     rig = rig_of(endpoint)
-    request = rig.begin(
-        "/app/ws",
-        kind=RequestKind.WEBSOCKET,
-        method="GET",
-        headers=[(b"sec-websocket-protocol", b"a, b"), (b"sec-websocket-protocol", b"c")],
+    request = open_socket(
+        rig, headers=[(b"sec-websocket-protocol", b"a, b"), (b"sec-websocket-protocol", b"c")]
     )
 
     accepted, _ = await request.frame()
@@ -110,7 +108,7 @@ async def test_a_close_before_the_accept_is_a_403_and_an_unknown_path_too() -> N
 
     rig = rig_of(endpoint)
     for path in ("/app/ws", "/app/other"):
-        answer = await rig.begin(path, kind=RequestKind.WEBSOCKET, method="GET").answer()
+        answer = await open_socket(rig, path).answer()
         assert (answer.status, answer.body) == (403, b"")
     await rig.idle()
 
@@ -120,7 +118,7 @@ async def test_an_application_may_refuse_with_an_answer_of_its_own() -> None:
         await socket.send_denial_response(JSONResponse({"why": "no"}, 401))
 
     rig = rig_of(endpoint)
-    answer = await rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET").answer()
+    answer = await open_socket(rig).answer()
     await rig.idle()
 
     assert (answer.status, answer.body) == (401, b'{"why":"no"}')
@@ -131,7 +129,7 @@ async def test_code_that_is_no_application_takes_no_websockets() -> None:
         return "ok"
 
     rig = Rig(handler)
-    answer = await rig.begin(kind=RequestKind.WEBSOCKET, method="GET").answer()
+    answer = await open_socket(rig).answer()
 
     assert answer.status == 403
     assert b"takes no WebSockets" in answer.body
@@ -201,23 +199,10 @@ async def test_an_application_that_does_not_hear_the_end_is_ended_after_a_while(
     assert rig.bus_side.in_flight == 0
 
 
-async def test_an_application_that_raises_closes_with_1011_or_answers_500_before_the_accept() -> None:
-    async def late(socket: WebSocket) -> None:
-        await socket.accept()
-        raise ValueError("no such digit")
-
-    async def early(socket: WebSocket) -> None:
-        raise ValueError("no such digit")
-
+async def test_an_application_that_returns_closes_with_1000() -> None:
     async def returns(socket: WebSocket) -> None:
         await socket.accept()
 
-    with capture_logs() as logs:
-        request = await connect(rig_of(late))
-        assert await request.frame() == (CloseHead(1011, ""), b"")
-        answer = await rig_of(early).begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET").answer()
-    assert answer.status == 500
-    assert [line["event"] for line in logs] == ["user_code_raised"] * 2
     request = await connect(rig_of(returns))
     assert await request.frame() == (CloseHead(1000, ""), b"")
 
@@ -238,7 +223,18 @@ async def test_large_messages_are_cut_and_put_together_again() -> None:
     assert [head.last for head, _ in frames if isinstance(head, MessageHead)] == [False] * 4 + [True]
 
 
-async def test_a_message_beyond_the_limit_closes_with_1009(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        pytest.param(
+            [(MessageHead(n, False, False), b"x" * 60) for n in (1, 2)], 1009, id="beyond the limit"
+        ),
+        pytest.param([(MessageHead(1, True, True), b"\xff")], 1007, id="no UTF-8"),
+    ],
+)
+async def test_a_message_that_cannot_be_taken_closes_and_both_ends_hear_why(
+    messages: list[tuple[MessageHead, bytes]], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sockets, "MESSAGE_BYTES_MAX", 100)
     codes: list[int] = []
 
@@ -251,27 +247,15 @@ async def test_a_message_beyond_the_limit_closes_with_1009(monkeypatch: pytest.M
 
     rig = rig_of(endpoint)
     request = await connect(rig)
-    request.send(MessageHead(1, False, False), b"x" * 60)
-    request.send(MessageHead(2, False, False), b"x" * 60)
+    for head, body in messages:
+        request.send(head, body)
 
     closed, _ = await request.frame()
     await rig.idle()
 
     assert isinstance(closed, CloseHead)
-    assert closed.code == 1009
-    assert codes == [1009]
-
-
-async def test_text_that_is_not_utf_8_closes_with_1007() -> None:
-    rig = rig_of(echo)
-    request = await connect(rig)
-    request.send(MessageHead(1, True, True), b"\xff")
-
-    closed, _ = await request.frame()
-    await rig.idle()
-
-    assert isinstance(closed, CloseHead)
-    assert closed.code == 1007
+    assert closed.code == code
+    assert codes == [code]
 
 
 async def test_an_application_that_talks_waits_for_the_clients_credit_and_one_that_listens_gives_it() -> None:
@@ -335,29 +319,30 @@ async def test_the_deadline_does_not_end_an_open_socket_and_credit_for_nothing_d
     await rig.idle()
 
 
-started_at = 1_000_000.0
-"""Of the drains, by the replica's clock."""
+CLOSED = (CloseHead(1012, "the replica is being replaced"), b"")
 
 
-def drain_for(rig: Rig, monkeypatch: pytest.MonkeyPatch, *times_s: float) -> None:
-    """Let the drain look at its sockets at these times."""
-    for time_s in times_s:
-        monkeypatch.setattr(rig.bus_side, "_now", lambda time_s=time_s: started_at + time_s)
-        rig.bus_side.sweep()
+class Drain:
+    """A drain that begins now, by a clock of its own."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._side, self._now = rig.bus_side, 1_000_000.0
+        self._started_at = self._now
+        self._side._now = lambda: self._now
+        for exchange in self._side._exchanges.values():
+            exchange.last_seen_at = self._now
+            exchange.deadline = self._now + 60
+        self._side.start_drain()
+        self._side.sweep()
+
+    def checks(self, *times_s: float) -> None:
+        """Let it look at its sockets at these times."""
+        for time_s in times_s:
+            self._now = self._started_at + time_s
+            self._side.sweep()
 
 
-def a_drain(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.bus_side, "_now", lambda: started_at)
-    for exchange in rig.bus_side._exchanges.values():
-        exchange.last_seen_at = started_at
-        exchange.deadline = started_at + 60
-    rig.bus_side.start_drain()
-    rig.bus_side.sweep()
-
-
-async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both_ends_hear_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both_ends_hear_why() -> None:
     told: list[Any] = []
 
     async def endpoint(socket: WebSocket) -> None:
@@ -366,21 +351,19 @@ async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both
 
     rig = rig_of(endpoint)
     request = await connect(rig)
-    a_drain(rig, monkeypatch)
+    drain = Drain(rig)
 
-    drain_for(rig, monkeypatch, 0.9)
+    drain.checks(0.9)
     assert request.is_silent
-    drain_for(rig, monkeypatch, quiet_sockets.IDLE_S)
+    drain.checks(quiet_sockets.IDLE_S)
 
-    assert await request.frame() == (CloseHead(1012, "the replica is being replaced"), b"")
+    assert await request.frame() == CLOSED
     await rig.idle()
     assert told == [{"type": "websocket.disconnect", "code": 1012, "reason": "the replica is being replaced"}]
     assert rig.metrics.answered == [101]
 
 
-async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_that_are_not_open_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_that_are_not_open_yet() -> None:
     says = asyncio.Event()
 
     async def endpoint(socket: WebSocket) -> None:
@@ -397,25 +380,21 @@ async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_th
             await socket.send_text("tick")
 
     rig = rig_of(endpoint)
-    requests = [
-        rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET", query=query)
-        for query in ("", "listens=1", "waits=1")
-    ]
+    requests = [open_socket(rig, query=query) for query in ("", "listens=1", "waits=1")]
     talks, listens, waits = requests
     for request in (talks, listens):
         assert isinstance((await request.frame())[0], ResponseHead)
-    a_drain(rig, monkeypatch)
+    drain = Drain(rig)
 
     for second in range(1, 4):
         says.set()
         assert await talks.frame() == (MessageHead(second, True, True), b"tick")
         listens.send(MessageHead(second, True, True), b"tock")
-        drain_for(rig, monkeypatch, second * 0.9)
+        drain.checks(second * 0.9)
     assert all(request.is_silent for request in requests)
 
-    drain_for(rig, monkeypatch, 10.0)
-    closed = CloseHead(1012, "the replica is being replaced")
-    assert await talks.frame() == (closed, b"")
+    drain.checks(10.0)
+    assert await talks.frame() == CLOSED
     assert listens.is_silent  # its client spoke last, and may wait for an answer
     assert waits.is_silent
     for request in requests:
@@ -424,9 +403,7 @@ async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_th
     await rig.idle()
 
 
-async def test_a_socket_whose_client_waits_for_an_answer_is_not_quiet_until_it_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_socket_whose_client_waits_for_an_answer_is_not_quiet_until_it_has_it() -> None:
     has_thought = asyncio.Event()
 
     async def endpoint(socket: WebSocket) -> None:
@@ -439,22 +416,20 @@ async def test_a_socket_whose_client_waits_for_an_answer_is_not_quiet_until_it_h
     rig = rig_of(endpoint)
     request = await connect(rig)
     request.send(MessageHead(1, True, True), b"well")
-    a_drain(rig, monkeypatch)
-    drain_for(rig, monkeypatch, 1.5, 3.0, 10.0)
+    drain = Drain(rig)
+    drain.checks(1.5, 3.0, 10.0)
     assert request.is_silent
 
     has_thought.set()
     assert await request.frame() == (MessageHead(1, True, True), b"well!")
-    drain_for(rig, monkeypatch, 11.0, 11.9)
+    drain.checks(11.0, 11.9)
     assert request.is_silent
-    drain_for(rig, monkeypatch, 12.1)
-    assert await request.frame() == (CloseHead(1012, "the replica is being replaced"), b"")
+    drain.checks(12.1)
+    assert await request.frame() == CLOSED
     await rig.idle()
 
 
-async def test_a_socket_whose_client_has_not_taken_all_yet_is_not_quiet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_socket_whose_client_has_not_taken_all_yet_is_not_quiet() -> None:
     async def endpoint(socket: WebSocket) -> None:
         await socket.accept()
         for _ in range(WINDOW_MESSAGES + 1):
@@ -465,43 +440,39 @@ async def test_a_socket_whose_client_has_not_taken_all_yet_is_not_quiet(
     request = await connect(rig, gives_credit=False)
     for _ in range(WINDOW_MESSAGES):
         await request.frame()
-    a_drain(rig, monkeypatch)
+    drain = Drain(rig)
 
-    drain_for(rig, monkeypatch, 2.0, 4.0)
+    drain.checks(2.0, 4.0)
     assert request.is_silent
     request.allow(WINDOW_MESSAGES)
     assert await request.frame() == (MessageHead(WINDOW_MESSAGES + 1, True, True), b"x")
-    drain_for(rig, monkeypatch, 4.1, 5.2)
+    drain.checks(4.1, 5.2)
 
     assert isinstance((await request.frame())[0], CloseHead)
     await rig.idle()
 
 
-async def test_a_drain_that_is_cut_off_from_nats_closes_no_socket_until_it_is_back_for_a_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_drain_that_is_cut_off_from_nats_closes_no_socket_until_it_is_back_for_a_second() -> None:
     rig = rig_of(echo)
     request = await connect(rig)
-    a_drain(rig, monkeypatch)
+    drain = Drain(rig)
     rig.bus_side.bus_lost()
-    drain_for(rig, monkeypatch, 2.0, 4.0)
+    drain.checks(2.0, 4.0)
     rig.bus_side.bus_joined()
-    drain_for(rig, monkeypatch, 4.1, 5.0)
+    drain.checks(4.1, 5.0)
     assert request.is_silent
 
-    drain_for(rig, monkeypatch, 5.2)
+    drain.checks(5.2)
 
     assert isinstance((await request.frame())[0], CloseHead)
     await rig.idle()
 
 
-async def test_a_router_that_missed_the_close_of_a_drain_is_told_it_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_router_that_missed_the_close_of_a_drain_is_told_it_again() -> None:
     rig = rig_of(echo)
     request = await connect(rig)
-    a_drain(rig, monkeypatch)
-    drain_for(rig, monkeypatch, 1.0)
+    drain = Drain(rig)
+    drain.checks(1.0)
     closed = await request.frame()
     request.send(ProbeHead())
     assert await request.frame() == closed
