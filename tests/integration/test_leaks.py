@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.loads import leaving_load
-from tests.support.stacks.bare_stack import BareStack
-from tests.support.stacks.full_proxy import (
+from bench import leaks
+from bench.uploads import (
     GIVEN_BACK_WITHIN_S,
     RSS_BYTES_MAX,
     add_sink,
     upload_at_once,
     upload_too_much,
 )
+from tests.support.stacks.bare_stack import BareStack
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -33,8 +33,8 @@ async def test_clients_that_leave_at_random_moments_leave_nothing_behind(tmp_pat
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     async with BareStack.running(tmp_path) as stack:
-        await leaving_load.start(stack)
-        outcome = await leaving_load.run(stack, seed=seed, warm_up=WARM_UP, requests=REQUESTS)
+        await leaks.start(stack)
+        outcome = await leaks.run(stack, seed=seed, warm_up=WARM_UP, requests=REQUESTS)
     print("\n".join(outcome.lines()))
     assert outcome.requests >= REQUESTS
     assert 0.25 <= outcome.cancelled / outcome.requests <= 0.35

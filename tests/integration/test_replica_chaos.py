@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from bench import chaos, hangs
+from bench.chaos import CLIENTS, KINDS
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
-from tests.support.loads import bus_hangs, chaos
-from tests.support.loads.chaos_load import CLIENTS, KINDS
 from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
@@ -55,11 +55,11 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
 async def test_a_hang_of_nats_replaces_no_replica_and_runs_nothing_twice(
     stack: LoadedStack, tmp_path: Path
 ) -> None:
-    hang = await bus_hangs.hang(stack, "hung", HANG_S, tmp_path / "runs", is_updating=True)
+    hang = await hangs.hang(stack, "hung", HANG_S, tmp_path / "runs", is_updating=True)
     print(hang.line())
     assert hang.replaced() == ""
     assert hang.twice == []
-    assert hang.failed_after(bus_hangs.BACK_WITHIN_S) == []
+    assert hang.failed_after(hangs.BACK_WITHIN_S) == []
     assert hang.back_s < float("inf")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import conflicts, full_disk
 from muster.embedded import run_record as leftovers
-from tests.support.loads import conflicts, full_disk
 from tests.support.stacks.loaded_stack import LoadedStack
 
 pytestmark = pytest.mark.timeout(480)

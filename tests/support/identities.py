@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from muster.client.address import StackAddress
+from muster.embedded import RunRecord
 from muster.identities import CREDENTIALS, SERVER_FILE
 from muster.secrets import NATS_INCLUDE, Secrets
 from serve_common.identities.credentials import Credentials, CredentialsFile, SigningKey, parse_keys_file
@@ -65,3 +67,9 @@ def bus_settings(
         inbox_prefix=inbox_prefix(role, name),
         subject_prefix="serve",
     )
+
+
+def admin_address(record: RunRecord) -> StackAddress:
+    """How an admin reaches the embedded stack of that record."""
+    file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
+    return StackAddress(urls=(record.nats_url,), credentials_file=file)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Self
 
+import aiohttp
 import msgspec
 
 REQUESTS_PER_S = 300
@@ -240,3 +241,36 @@ class SteadyLoad:
         finally:
             self._under_way.remove(number)
             self._answered.set()
+
+
+@contextlib.asynccontextmanager
+async def counted_requests(url: str, answers: Counter[str], every_s: float) -> AsyncIterator[None]:
+    """Two clients that ask ``url`` again and again; ``answers`` counts how that ended, ``200`` being good."""
+
+    async def ask(session: aiohttp.ClientSession) -> None:
+        while True:
+            try:
+                async with session.get(url) as answer:
+                    text = await answer.text()
+                    status = str(answer.status)
+                    answers[status if status == "200" else f"{status} {text[:120]}"] += 1
+            except (aiohttp.ClientError, TimeoutError) as error:
+                answers[f"{type(error).__name__}: {error}"] += 1
+            await asyncio.sleep(every_s)
+
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+        asking = [tasks.create_task(ask(session)) for _ in range(2)]
+        try:
+            yield
+        finally:
+            for task in asking:
+                task.cancel()
+
+
+def error_code(body: bytes) -> str:
+    """The code of an error that a proxy answered; the beginning of ``body`` where it is something else."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["code"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return repr(body[:100])

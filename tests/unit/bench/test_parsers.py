@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from bench.chaos import ChaosLoad, Failure, Kill, Storm
 from bench.floor_ingress import bare
 from bench.generators import Generators
 from bench.loads import MIB, OTHER_LOADS, Kind, Load, Served, noop_loads
@@ -16,8 +17,6 @@ from bench.measure import Figures, Run, Sample, System, conclude, conclude_proce
 from bench.meters import Usage
 from bench.scale.meters import Sent, controllers_part, sample_of
 from bench.wrk import WrkFailed, WrkFigures, parse_wrk
-from tests.support.loads.chaos import Kill, Storm
-from tests.support.loads.chaos_load import ChaosLoad, Failure
 
 
 @pytest.fixture

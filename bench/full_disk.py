@@ -1,30 +1,30 @@
-"""A whole `muster up` whose state directory is on a disk that fills up, stays full for a while, and is freed.
+"""``python -m bench.full_disk``: a `muster up` whose disk fills up, stays full for a minute, and is freed.
 
-Why functions and no test: `make test` takes a short one, `python -m bench.full_disk` the whole.
+`tests/integration/test_storms.py` fills it for a few seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 
-import aiohttp
 import msgspec
 
-from muster.client import StackAddress, connect_stack
+from muster.client import connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.stack import EmbeddedStack
-from muster.secrets import Secrets
 from serve_common.api.commands import Deploy
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.errors import ServeError
-from serve_common.identities.roles import Role
+from tests.support.identities import admin_address
+from tests.support.loads.steady_load import counted_requests
 from tests.support.paths import APPS
 from tests.support.servers.reserved_port import ANY_PORTS
 from tests.support.servers.small_disk import SmallDisk
@@ -33,11 +33,11 @@ from tests.support.waiting import eventually
 DISK_MIB = 700
 APP_DIR = APPS / "loaded_app"
 CHANGE_LIMIT_S = 150.0
+CHANGE_WITHIN_S = 5.0
 _REQUEST_LIMIT_S = 30.0
 _ASK_EVERY_S = 0.05
 _FILL_EVERY_S = 0.1
 _CHANGE_EVERY_S = 0.3
-_CLIENTS = 2
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -94,7 +94,8 @@ async def full_for(seconds: float) -> Outcome:
         stack = EmbeddedStack(disk.root / "s", options, on_event=on_event, on_notice=outcome.notices.append)
         async with stack, _reached(stack, CHANGE_LIMIT_S) as admin, _reached(stack, 0.0) as hasty:
             await _changed(admin, "v1")
-            async with _load(f"{stack.record.http_url}/loaded?work_s=0.005", outcome):
+            url = f"{stack.record.http_url}/loaded?work_s=0.005"
+            async with counted_requests(url, outcome.answers, _ASK_EVERY_S):
                 await eventually(
                     lambda: outcome.answers["200"] >= 20, within_s=CHANGE_LIMIT_S, every_s=_ASK_EVERY_S
                 )
@@ -114,10 +115,7 @@ async def full_for(seconds: float) -> Outcome:
 
 @contextlib.asynccontextmanager
 async def _reached(stack: EmbeddedStack, retry_for_s: float) -> AsyncIterator[AdminClient]:
-    record = stack.record
-    file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
-    address = StackAddress(urls=(record.nats_url,), credentials_file=file)
-    async with connect_stack(address, retry_for_s=retry_for_s) as reached:
+    async with connect_stack(admin_address(stack.record), retry_for_s=retry_for_s) as reached:
         yield reached.admin
 
 
@@ -157,23 +155,18 @@ async def _ask_for_a_change(admin: AdminClient, number: int, outcome: Outcome) -
         outcome.changes[f"{type(error).__name__}: {str(error)[:160]}"] += 1
 
 
-@contextlib.asynccontextmanager
-async def _load(url: str, outcome: Outcome) -> AsyncIterator[None]:
-    async def ask(session: aiohttp.ClientSession) -> None:
-        while True:
-            try:
-                async with session.get(url) as answer:
-                    await answer.read()
-                    outcome.answers[str(answer.status)] += 1
-            except (aiohttp.ClientError, TimeoutError) as error:
-                outcome.answers[f"{type(error).__name__}: {error}"] += 1
-            await asyncio.sleep(_ASK_EVERY_S)
+def main() -> int:
+    """0: nothing ended, no request failed, and a change worked soon after there was room; 1: something did not."""
+    parser = argparse.ArgumentParser(prog="python -m bench.full_disk", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long there is no room")
+    options = parser.parse_args()
+    outcome = asyncio.run(full_for(options.seconds))
+    print(outcome.line())
+    is_well = set(outcome.answers) == {"200"} and not outcome.deaths
+    is_well = is_well and outcome.change_after_s <= CHANGE_WITHIN_S
+    print("as promised" if is_well else "NOT as promised")
+    return 0 if is_well else 1
 
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_LIMIT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        asking = [tasks.create_task(ask(session)) for _ in range(_CLIENTS)]
-        try:
-            yield
-        finally:
-            for task in asking:
-                task.cancel()
+
+if __name__ == "__main__":
+    sys.exit(main())

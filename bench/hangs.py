@@ -1,19 +1,24 @@
-"""nats-server stands still under load, as after SIGSTOP: no connection breaks, and nothing comes through.
+"""``python -m bench.hangs``: nats-server stands still for 4, 12 and 25 s under load, idle and in an update.
 
-Why functions and no test: `make test` takes a short hang, `python -m bench.hangs` the long ones too.
+As after SIGSTOP: no connection breaks, and nothing comes through. `tests/integration/test_replica_chaos.py` has one
+short hang.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
+import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
+from tests.support.loads.steady_load import error_code
 from tests.support.stacks.loaded_stack import CHANGE_LIMIT_S, ROUTE, LoadedStack
 
 REPLICAS = 4
@@ -105,7 +110,9 @@ async def hang(stack: LoadedStack, version: str, seconds: float, record: Path, *
             try:
                 async with session.request(method, url) as answer:
                     body = await answer.read()
-                    what = f"{answer.status}{'' if answer.status == 200 else _code(body)}"
+                    what = (
+                        str(answer.status) if answer.status == 200 else f"{answer.status} {error_code(body)}"
+                    )
             except (aiohttp.ClientError, TimeoutError) as error:
                 what = type(error).__name__
             answers.append((number, method, sent_at, loop.time(), what))
@@ -159,8 +166,37 @@ def _ordinal(tag: str) -> int:
     return int(tag.rpartition("#")[2])
 
 
-def _code(body: bytes) -> str:
-    try:
-        return f" {msgspec.json.decode(body)['error']['code']}"
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f" {body[:100]!r}"
+async def measure(options: argparse.Namespace) -> bool:
+    """Tell; True when all is as promised."""
+    is_well = True
+    with tempfile.TemporaryDirectory(prefix="mh-", ignore_cleanup_errors=True) as text:
+        directory = Path(text)
+        (directory / "state").mkdir()
+        async with LoadedStack.running(directory / "state") as stack:
+            for seconds in options.seconds:
+                for is_updating in (False, True):
+                    name = f"{'update' if is_updating else 'idle'}-{seconds:g}"
+                    outcome = await hang(stack, name, seconds, directory / name, is_updating=is_updating)
+                    print(outcome.line(), flush=True)
+                    for failure in outcome.failed_after(BACK_WITHIN_S)[:5]:
+                        print(f"  failed after the thaw: {failure}")
+                    is_well = is_well and not (
+                        outcome.replaced()
+                        or outcome.twice
+                        or outcome.failed_after(BACK_WITHIN_S)
+                        or outcome.back_s > BACK_WITHIN_S
+                    )
+    return is_well
+
+
+def main() -> int:
+    """0: nothing replaced, nothing run twice, and back within a second; 1: something was not so."""
+    parser = argparse.ArgumentParser(prog="python -m bench.hangs", description=__doc__)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[4.0, 12.0, 25.0])
+    is_well = asyncio.run(measure(parser.parse_args()))
+    print("as promised" if is_well else "NOT as promised")
+    return 0 if is_well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
