@@ -6,33 +6,35 @@ Why floors in the same run: absolute figures belong to a machine and an hour; wh
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import signal
 import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import msgspec
-
+from bench.console import PEERS_PYTHON, positive, print_report, run_command, say
 from bench.counting import CountingCost, measure_counting
 from bench.floors import running_floors
 from bench.generators import Generators
-from bench.loads import (
+from bench.measure import (
     MUSTER,
     NOOP_CONNECTIONS,
     OTHER_LOADS,
     PROCESSES_SHOWN_FOR,
     Load,
+    Sample,
     Served,
+    System,
+    conclude,
+    conclude_processes,
+    measure,
     noop_loads,
+    plan,
 )
-from bench.measure import Line, Sample, System, conclude, conclude_processes, measure, plan
 from bench.meters import Meter
 from bench.muster_stack import logs_of, running_muster
-from bench.peers.ray_serve import PEERS_PYTHON, running_ray_serve
+from bench.peers.ray_serve import running_ray_serve
 from bench.report import make_report, render
 from bench.wrk import WrkFailed, find_wrk
 from muster.embedded import StackFailed
@@ -48,25 +50,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--floors-only", action="store_true", help="measure no Muster at all")
     parser.add_argument("--peers", action="store_true", help="measure Ray Serve too (`make bench-peers`)")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, metavar="FILE")
-    parser.add_argument("--rounds", type=_positive, default=3)
-    parser.add_argument("--seconds", type=_positive, default=3, help="length of one run (default: 3)")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--seconds", type=positive, default=3, help="length of one run (default: 3)")
     parser.add_argument(
-        "--connections", type=_positive, nargs="+", default=NOOP_CONNECTIONS, metavar="C", help="of the no-op"
+        "--connections", type=positive, nargs="+", default=NOOP_CONNECTIONS, metavar="C", help="of the no-op"
     )
     parser.add_argument("--only", metavar="TEXT", help="only loads whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-async def bench(options: argparse.Namespace) -> list[Line]:
-    """Start what is to be measured, measure, tell."""
+async def bench(options: argparse.Namespace) -> int:
+    """Start what is to be measured, measure, report. 0: measured; 1: measured, with errors."""
     began = time.monotonic()
     wrk = find_wrk()
     loads = [
@@ -74,7 +69,7 @@ async def bench(options: argparse.Namespace) -> list[Line]:
     ]
     load_before = os.getloadavg()[0]
     if load_before > BUSY_LOAD:
-        _say(
+        say(
             f"warning: this machine is busy (load {load_before:.1f}); trust the ratios little and the rest less"
         )
     async with AsyncExitStack() as stack:
@@ -87,8 +82,8 @@ async def bench(options: argparse.Namespace) -> list[Line]:
         samples = await _measured(systems, loads, generators, options)
         counting = await _counting(systems, generators, options)
         if any(sample.errors for sample in samples if sample.run.system.name == MUSTER):
-            _say(logs_of(directory / "muster"))
-        _say("stopping …")
+            say(logs_of(directory / "muster"))
+        say("stopping …")
     lines = conclude(samples)
     report = make_report(
         samples,
@@ -100,10 +95,11 @@ async def bench(options: argparse.Namespace) -> list[Line]:
         seconds=options.seconds,
         taken_s=time.monotonic() - began,
     )
-    print(render(report))
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    return lines
+    print_report(render(report), report, options.json)
+    errors = sum(line.errors for line in lines if line.system == MUSTER or not options.peers)
+    if errors:
+        say(f"error: {errors} requests failed; figures beside failures mean nothing")
+    return 1 if errors else 0
 
 
 async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Namespace) -> list[System]:
@@ -111,10 +107,10 @@ async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Nam
     if options.url:
         systems.append(System(name=MUSTER, urls={Served.NOOP.value: options.url}))
     elif not options.floors_only:
-        _say("starting Muster …")
+        say("starting Muster …")
         systems.append(await stack.enter_async_context(running_muster(directory / "muster")))
     if options.peers:
-        _say("starting Ray Serve …")
+        say("starting Ray Serve …")
         systems += await stack.enter_async_context(running_ray_serve(directory, options.peers_python))
     return systems
 
@@ -131,7 +127,7 @@ async def _measured(
         latency = "" if figures.p50_ms is None else f"  p50 {figures.p50_ms:.2f} ms"
         first = "" if figures.first_ms is None else f"  first {figures.first_ms:.2f} ms"
         errors = f"  {sample.errors} errors" if sample.errors else ""
-        _say(
+        say(
             f"round {run.round + 1}/{options.rounds}  {run.load.name:<18} {run.system.name:<18}"
             f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
         )
@@ -146,39 +142,14 @@ async def _counting(
         return None
     for system in systems:
         if Served.UNCOUNTED.value in system.urls:
-            _say("measuring what metrics cost …")
+            say("measuring what metrics cost …")
             return await measure_counting(system, generators.run, system.metrics_urls)
     return None
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-async def _until_stopped(options: argparse.Namespace) -> list[Line]:
-    """Both signals cancel, so that everything is stopped in order; also where a script has SIGINT ignored."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await bench(options)
-
-
 def main() -> int:
     """0: measured; 1: measured, with errors; 2: could not measure; 130: stopped."""
-    options = _arguments()
-    try:
-        lines = asyncio.run(_until_stopped(options))
-    except (WrkFailed, StackFailed, ServeError, FileNotFoundError) as error:
-        _say(f"error: {error}")
-        return 2
-    except asyncio.CancelledError:
-        _say("stopped")
-        return 130
-    errors = sum(line.errors for line in lines if line.system == MUSTER or not options.peers)
-    if errors:
-        _say(f"error: {errors} requests failed; figures beside failures mean nothing")
-    return 1 if errors else 0
+    return run_command(bench(_arguments()), (WrkFailed, StackFailed, ServeError, FileNotFoundError))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from bench.loads import Load, Served
-from bench.measure import Figures, System
+from bench.measure import Figures, Load, Served, System
 from bench.meters import Meter
 from serve_common.runtime.tasks import TaskOwner
 

@@ -5,6 +5,7 @@ Why under the embedded stack's supervisor: what it starts is gone with us, howev
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -13,13 +14,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench.loads import BARE, FLOOR_A, FLOOR_B, Served
-from bench.measure import System
-from bench.probes import answers_http, takes_connections
-from muster.embedded.process import Probe, ProcessEvent, ProcessSpec
+from bench.measure import BARE, FLOOR_A, FLOOR_B, Served, System
+from muster.embedded.process import Probe, ProcessEvent, ProcessSpec, http_probe
 from muster.embedded.supervisor import Supervisor
 
 _STARTS_WITHIN_S = 20.0
+_ATTEMPT_S = 2.0
 
 
 def free_port() -> int:
@@ -42,7 +42,7 @@ def nats_server_binary() -> str:
 async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
     """Start every floor with a NATS server of their own; everything is gone afterwards.
 
-    Raises `StartFailed` with the end of a log.
+    Raises `StackFailed` with the end of a log.
     """
     nats_port, ports = free_port(), {kind: free_port() for kind in ("bare", "nats-py", "protocol")}
     root = Path(__file__).parents[1]
@@ -62,13 +62,13 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
     nats_argv = [nats_server_binary(), "--addr", "127.0.0.1", "--port", str(nats_port)]
     specs = [spec("nats", nats_argv, takes_connections(nats_port), ())]
     for kind in ("nats-py", "protocol"):
-        argv = [sys.executable, "-m", "bench.floor_echo", kind, str(nats_port)]
+        argv = [sys.executable, "-m", "bench.floor_processes", "echo", kind, str(nats_port)]
         specs.append(spec(f"echo-{kind}", argv, None, ("nats",)))
     for kind, port in ports.items():
-        argv = [sys.executable, "-m", "bench.floor_ingress", kind, str(port), str(nats_port)]
-        specs.append(spec(f"ingress-{kind}", argv, answers_http(f"http://127.0.0.1:{port}/"), ("nats",)))
+        argv = [sys.executable, "-m", "bench.floor_processes", "ingress", kind, str(nats_port), str(port)]
+        specs.append(spec(f"ingress-{kind}", argv, http_probe(port, "/"), ("nats",)))
     stack_id = uuid.uuid4().hex
-    supervisor = Supervisor(stack_id, specs, _ignore)
+    supervisor = Supervisor(stack_id, specs, ignore)
     try:
         await supervisor.start()
         bare = f"http://127.0.0.1:{ports['bare']}"
@@ -91,5 +91,20 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
         await supervisor.stop()
 
 
-def _ignore(_event: ProcessEvent) -> None:
+def ignore(_event: ProcessEvent) -> None:
     """A process that dies shows as errors in the figures."""
+
+
+def takes_connections(port: int) -> Probe:
+    """Ready when something listens on ``port``."""
+
+    async def probe() -> str | None:
+        try:
+            async with asyncio.timeout(_ATTEMPT_S):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError as error:  # TimeoutError is one
+            return f"port {port}: {error}"
+        writer.close()
+        return None
+
+    return probe

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.loads import MIB, Kind, Load
-from bench.measure import Figures
+from bench.measure import MIB, Figures, Kind, Load
 from bench.wrk import run_wrk
 
 _PIECE_BYTES: Final = MIB
@@ -59,7 +58,7 @@ class Generators:
         )
 
 
-class _PrometheusReply(msgspec.Struct):
+class _ResponseHead(msgspec.Struct):
     status: int
     is_chunked: bool
     length: int
@@ -141,17 +140,17 @@ async def _read_whole(reader: asyncio.StreamReader) -> int:
     return total
 
 
-async def _read_head(reader: asyncio.StreamReader) -> _PrometheusReply:
+async def _read_head(reader: asyncio.StreamReader) -> _ResponseHead:
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0].strip()
-    return _PrometheusReply(
+    return _ResponseHead(
         status=int(head.split(maxsplit=2)[1]),
         is_chunked=b"\r\ntransfer-encoding: chunked" in head,
         length=int(length) if length else 0,
     )
 
 
-class _Tally:
+class _TokenCounts:
     def __init__(self) -> None:
         self.tokens = self.requests = self.errors = 0
         self.first_ms: list[float] = []
@@ -159,21 +158,21 @@ class _Tally:
 
 async def _tokens(load: Load, url: str, seconds: int) -> Figures:
     loop = asyncio.get_running_loop()
-    tally = _Tally()
+    counts = _TokenCounts()
     began = loop.time()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(load.connections):
-            tasks.create_task(_token_client(load, url, began + seconds, tally))
+            tasks.create_task(_token_client(load, url, began + seconds, counts))
     taken_s = loop.time() - began
     return Figures(
-        requests=tally.requests,
-        rate=tally.tokens / taken_s,
-        errors=tally.errors + (tally.requests == 0),
-        first_ms=statistics.median(tally.first_ms) if tally.first_ms else None,
+        requests=counts.requests,
+        rate=counts.tokens / taken_s,
+        errors=counts.errors + (counts.requests == 0),
+        first_ms=statistics.median(counts.first_ms) if counts.first_ms else None,
     )
 
 
-async def _token_client(load: Load, url: str, until: float, tally: _Tally) -> None:
+async def _token_client(load: Load, url: str, until: float, counts: _TokenCounts) -> None:
     """Stream after stream; what is counted is the mark of each token, wherever the stream is cut."""
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
@@ -193,13 +192,13 @@ async def _token_client(load: Load, url: str, until: float, tally: _Tally) -> No
                     if not piece:
                         raise EOFError
                     if not count:
-                        tally.first_ms.append((loop.time() - sent_at) * 1000)
+                        counts.first_ms.append((loop.time() - sent_at) * 1000)
                     found = piece.count(_MARK)
                     count += found
-                    tally.tokens += found
+                    counts.tokens += found
                     tail = (tail + piece)[-5:]
-            tally.requests += 1
+            counts.requests += 1
     except (OSError, EOFError, ValueError):
-        tally.errors += 1
+        counts.errors += 1
     finally:
         writer.close()

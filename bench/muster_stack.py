@@ -10,24 +10,23 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from bench.counting import UNCOUNTED
-from bench.loads import MIB, MUSTER, Served
-from bench.measure import System
-from bench.probes import answers_http
-from muster.client import StackAddress, connect_stack
+from bench.measure import MIB, MUSTER, Served, System
+from muster.client import connect_stack
 from muster.client.admin import AdminClient
-from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions, StatePaths
+from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StatePaths
+from muster.embedded.process import http_probe
 from muster.embedded.supervisor import last_lines
-from muster.secrets import Secrets
 from serve_common.api.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.errors import ServeError
-from serve_common.identities.roles import Role
+from tests.support.identities import admin_address
+from tests.support.servers.reserved_port import ANY_PORTS
 
 _DEPLOY_WITHIN_S = 60.0
-_OPTIONS = StackOptions(http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0)
 _MODELS_DIR = Path(__file__).parent / "models"
 _BODY_BYTES_MAX = 256 * MIB
 _REPLICA_CPUS = 0.1
@@ -41,10 +40,12 @@ async def running_muster(state_dir: Path) -> AsyncIterator[System]:
     A deployment that does not come up is told of and left out, except the no-op. Raises `StackFailed`.
     """
     os.environ["MUSTER_UNCOUNTED"] = UNCOUNTED  # the stack inherits it
-    async with EmbeddedStack(state_dir, _OPTIONS) as stack:
+    async with EmbeddedStack(state_dir, ANY_PORTS) as stack:
         record = stack.record
         routes = await _deploy_all(record)
-        reason = await answers_http(record.http_url + routes[Served.NOOP.value])()
+        port = urlsplit(record.http_url).port
+        assert port is not None, record.http_url
+        reason = await http_probe(port, routes[Served.NOOP.value])()
         if reason is not None:
             raise StackFailed(f"the no-op deployment does not serve: {reason}")
         yield System(
@@ -63,11 +64,8 @@ def logs_of(state_dir: Path) -> str:
 
 async def _deploy_all(record: RunRecord) -> dict[str, str]:
     """The route of each path that is served."""
-    credentials_file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
     routes: dict[str, str] = {}
-    async with connect_stack(
-        StackAddress(urls=(record.nats_url,), credentials_file=credentials_file)
-    ) as reached:
+    async with connect_stack(admin_address(record)) as reached:
         admin = reached.admin
         await _done(admin, await admin.call(SetHttpOptions(options={"body_bytes_max": _BODY_BYTES_MAX})))
         for path in Served:

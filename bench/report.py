@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 
+from bench.console import describe_machine, now_text, table
 from bench.counting import CONNECTIONS, PAIRS, CountingCost
-from bench.measure import Line, ProcessLine, Sample
-from serve_common.clock import SystemClock
+from bench.measure import MIB, Line, ProcessLine, Sample
 
 _HEAD = ["load", "system", "rate", "(min-max)", "p50 ms", "p99 ms", "first ms", "ratio", "errors"]
 _PROCESS_HEAD = ["load", "system", "process", "CPU s", "CPU us/request", "RSS MiB", "growth MiB"]
-_MIB = 1024 * 1024
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,20 +31,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]
 
 
-def describe_machine() -> str:
-    """Its class, not its name: processors, Python, system."""
-    model = platform.processor() or platform.machine()
-    cpu_file = Path("/proc/cpuinfo")
-    if cpu_file.exists():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in cpu_file.read_text().splitlines()
-            if "model name" in line
-        ]
-        model = names[0] if names else model
-    return f"{os.cpu_count()} cores {model}, Python {platform.python_version()}, {platform.system()}"
-
-
 def make_report(
     samples: Sequence[Sample],
     lines: Sequence[Line],
@@ -62,9 +43,8 @@ def make_report(
     taken_s: float,
 ) -> Report:
     """The whole report."""
-    taken_at = datetime.fromtimestamp(SystemClock().now(), UTC).isoformat(timespec="seconds")
     return Report(
-        taken_at=taken_at,
+        taken_at=now_text(),
         machine=describe_machine(),
         load_before=load_before,
         rounds=rounds,
@@ -84,10 +64,10 @@ def render(report: Report) -> str:
         f"medians of {report.rounds} interleaved rounds of {report.seconds} s; requests by wrk -t1, keep-alive; "
         "ratios: no-op to floor B, bodies and tokens to bare aiohttp, chain to Muster\n"
     )
-    tables = [_table(_HEAD, [_cells(line) for line in report.lines], 2)]
+    tables = [table([_HEAD, *(_cells(line) for line in report.lines)], left=(0, 1))]
     if report.processes:
         shown = [line for line in report.processes if not _is_idle(line)]
-        tables.append(_table(_PROCESS_HEAD, [_process_cells(line) for line in shown], 3))
+        tables.append(table([_PROCESS_HEAD, *(_process_cells(line) for line in shown)], left=(0, 1, 2)))
     if report.counting is not None:
         tables.append(_counting(report.counting))
     return "\n".join([heading, "\n\n".join(tables), f"\nthe whole took {report.taken_s:.0f} s"])
@@ -100,22 +80,6 @@ def _counting(cost: CountingCost) -> str:
         f"{cost.rate:,.0f} req/s);\n"
         f"CPU of all processes for a request: {cost.cpu_us:.1f} us with, {cost.cpu_us_without:.1f} us without"
     )
-
-
-def _table(head: list[str], rows: list[list[str]], left_columns: int) -> str:
-    all_rows = [head, *rows]
-    widths = [max(len(row[column]) for row in all_rows) for column in range(len(head))]
-    lines = [_row(row, widths, left_columns) for row in all_rows]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
-
-
-def _row(cells: Sequence[str], widths: Sequence[int], left_columns: int) -> str:
-    padded = [
-        f"{cell:<{width}}" if column < left_columns else f"{cell:>{width}}"
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "| " + " | ".join(padded) + " |"
 
 
 def _cells(line: Line) -> list[str]:
@@ -134,7 +98,7 @@ def _cells(line: Line) -> list[str]:
 
 def _is_idle(line: ProcessLine) -> bool:
     """It has no part in this load; it is in the JSON all the same."""
-    return line.cpu_s < 0.01 and line.rss_growth_bytes < _MIB
+    return line.cpu_s < 0.01 and line.rss_growth_bytes < MIB
 
 
 def _process_cells(line: ProcessLine) -> list[str]:
@@ -144,8 +108,8 @@ def _process_cells(line: ProcessLine) -> list[str]:
         line.process,
         f"{line.cpu_s:.2f}",
         f"{line.cpu_us_per_request:,.0f}",
-        f"{line.rss_bytes / _MIB:.0f}",
-        f"{line.rss_growth_bytes / _MIB:.0f}",
+        f"{line.rss_bytes / MIB:.0f}",
+        f"{line.rss_growth_bytes / MIB:.0f}",
     ]
 
 

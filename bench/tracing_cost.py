@@ -1,9 +1,8 @@
-"""What tracing costs: the same no-op with tracing off, with a small share of the requests traced, and with all of them.
+"""``python -m bench.tracing_cost``: what tracing costs.
+
+The same no-op with tracing off, with a small share of the requests traced, and with all of them.
 
 Why by CPU time as well: what a request costs shows there to the microsecond, also on a machine that does other things.
-
-``make bench`` shows the line of the small share. By itself, with more rounds and all variants:
-``python -m bench.tracing_cost``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ OFF: Final = "off"
 VARIANTS: Final[Mapping[str, str]] = {OFF: "", "1 % traced": "0.01", "all traced": "1"}
 """Names and ratios; an empty one switches tracing off."""
 CONNECTIONS: Final = 64
-ROUNDS: Final = 4
 _RUN_S: Final = 1
 _MODELS_DIR: Final = Path(__file__).parent / "models"
 
@@ -57,18 +55,12 @@ class Measured(msgspec.Struct, frozen=True):
     errors: int
 
 
-async def measure_tracing(
-    rounds: int = ROUNDS, names: Sequence[str] = (OFF, "1 % traced"), others: Mapping[str, Path] | None = None
-) -> list[TracingCost]:
-    """All ``names`` but the first, which is what they are compared with; two of them take 12 s.
-
-    ``others`` are checkouts of other versions by name, to be measured beside these with tracing off.
-    """
+async def measure_tracing(rounds: int, checkouts: Mapping[str, Path]) -> list[TracingCost]:
+    """All variants beside `OFF`, and ``checkouts`` of other versions by name with tracing off."""
     wrk = find_wrk()
-    checkouts = dict(others or {})
     with tempfile.TemporaryDirectory(prefix="mt-") as directory:
         async with BareStack.running(Path(directory)) as stack, running_sink() as sink:
-            systems = [await _started(stack, name, sink, None) for name in names]
+            systems = [await _started(stack, name, sink, None) for name in VARIANTS]
             systems += [await _started(stack, name, sink, path) for name, path in checkouts.items()]
             await stack.applied()
             runs: dict[str, list[Measured]] = {system.name: [] for system in systems}
@@ -77,8 +69,7 @@ async def measure_tracing(
                     measured = await system.measure(wrk)
                     if number >= 0:
                         runs[system.name].append(measured)
-    off = runs[names[0]]
-    return [_concluded(name, runs[name], off) for name in [*names[1:], *checkouts]]
+    return [_concluded(name, own, runs[OFF]) for name, own in runs.items() if name != OFF]
 
 
 def _concluded(name: str, own: list[Measured], off: list[Measured]) -> TracingCost:
@@ -134,23 +125,40 @@ async def _started(stack: BareStack, name: str, sink: str, checkout: Path | None
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    held = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in held.items():
+        for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
 
 
+async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+            await reader.readexactly(length)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    writer.close()
+
+
+async def serve_sink() -> None:
+    """Take what is sent over HTTP and throw it away, until terminated; prints its URL first."""
+    server = await asyncio.start_server(_discard, "127.0.0.1", 0, limit=2**20)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
 @contextlib.asynccontextmanager
 async def running_sink() -> AsyncIterator[str]:
     """A receiver that throws everything away, in a process of its own; its URL."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.tracing_sink", stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "bench.tracing_cost", "--sink", stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:
@@ -174,9 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tracing_cost", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--beside", type=Path, metavar="DIRECTORY", help="another checkout, with tracing off")
+    parser.add_argument("--sink", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.sink:
+        asyncio.run(serve_sink())
+        return
     others = {} if options.beside is None else {f"off, as in {options.beside.name}": options.beside}
-    for cost in asyncio.run(measure_tracing(options.rounds, list(VARIANTS), others)):
+    for cost in asyncio.run(measure_tracing(options.rounds, others)):
         print(shown(cost))
 
 

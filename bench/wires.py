@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ import nats
 import structlog
 import uvloop
 
+from bench.floors import nats_server_binary
 from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.options import BusOptions
 
@@ -49,7 +49,7 @@ class Round:
 @contextlib.contextmanager
 def nats_server() -> Iterator[str]:
     """The URL of a server of our own."""
-    binary = shutil.which("nats-server") or str(Path(sys.executable).parent / "nats-server")
+    binary = nats_server_binary()
     with tempfile.TemporaryDirectory(prefix="muster-wires-") as directory:
         process = subprocess.Popen(
             [binary, "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", directory], stderr=subprocess.DEVNULL
@@ -135,14 +135,14 @@ async def _bus_caller(url: str) -> AsyncIterator[Ask]:
     async def ask(payload: bytes) -> bytes:
         answered: asyncio.Future[bytes] = loop.create_future()
 
-        def gave_up() -> None:
+        def time_out() -> None:
             if not answered.done():
                 answered.set_exception(TimeoutError())
 
         token, reply = inbox.new_reply(
-            lambda payload, _reply, _headers: answered.set_result(payload), gave_up
+            lambda payload, _reply, _headers: answered.set_result(payload), time_out
         )
-        timer = loop.call_later(5, gave_up)  # as the other wire's requests have one
+        timer = loop.call_later(5, time_out)  # as the other wire's requests have one
         try:
             bus.publish(subject, payload, reply)
             return await answered

@@ -6,28 +6,30 @@ import asyncio
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench.lifecycle.answer_watch import AnswerWatch
+import msgspec
+
 from bench.lifecycle.story import (
     CHANGE_TIMEOUT_S,
     FIRST_DEPLOY,
+    MODEL_DIR,
+    NAME,
     REPLICA_CPUS,
+    ROUTE,
     STORY,
     WARM_UP,
     Change,
+    ResponseWatch,
     SystemRound,
     Taken,
 )
-from muster.client import StackAddress, connect_stack
+from muster.client import connect_stack
 from muster.client.admin import AdminClient
-from muster.embedded import EmbeddedStack, StackFailed, StackOptions
-from muster.secrets import Secrets
+from muster.embedded import EmbeddedStack, StackFailed
 from serve_common.api.commands import ChangeReply, DeleteDeployment, Deploy
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.identities.roles import Role
-
-_NAME, _ROUTE = "noop", "/noop"
-_MODEL_DIR = Path(__file__).parent / "model"
+from tests.support.identities import admin_address
+from tests.support.servers.reserved_port import ANY_PORTS
 
 
 async def measure_muster(state_dir: Path, cpus: int, settle_s: float) -> SystemRound:
@@ -35,23 +37,13 @@ async def measure_muster(state_dir: Path, cpus: int, settle_s: float) -> SystemR
 
     Raises `StackFailed` when it does not start or a change does not succeed, and what the controller refuses.
     """
-    options = StackOptions(
-        http_port=0,
-        nats_port=0,
-        controller_ops_port=0,
-        proxy_ops_port=0,
-        host_ops_port=0,
-        num_cpus=cpus,
-    )
+    options = msgspec.structs.replace(ANY_PORTS, num_cpus=cpus)
     async with EmbeddedStack(state_dir, options) as stack:
         record = stack.record
-        credentials_file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
         port = urlsplit(record.http_url).port
         assert port is not None, record.http_url
-        async with connect_stack(
-            StackAddress(urls=(record.nats_url,), credentials_file=credentials_file)
-        ) as reached:
-            with AnswerWatch(port, _ROUTE) as watch:
+        async with connect_stack(admin_address(record)) as reached:
+            with ResponseWatch(port, ROUTE) as watch:
                 await asyncio.sleep(settle_s)
                 for change in WARM_UP:
                     await _taken(reached.admin, watch, change, None)
@@ -64,7 +56,7 @@ async def measure_muster(state_dir: Path, cpus: int, settle_s: float) -> SystemR
     return SystemRound(taken=taken, requests=watch.requests, requests_failed=watch.requests_failed)
 
 
-async def _taken(admin: AdminClient, watch: AnswerWatch, change: Change, last: str | None) -> Taken:
+async def _taken(admin: AdminClient, watch: ResponseWatch, change: Change, last: str | None) -> Taken:
     loop = asyncio.get_running_loop()
     watch.must_serve = watch.must_serve and change.version is not None
     watch.expect(change.version)
@@ -84,18 +76,18 @@ async def _taken(admin: AdminClient, watch: AnswerWatch, change: Change, last: s
 
 async def _query(admin: AdminClient, change: Change) -> ChangeReply:
     if change.version is None:
-        return await admin.call(DeleteDeployment(name=_NAME))
+        return await admin.call(DeleteDeployment(name=NAME))
     return await admin.call(
         Deploy(
-            name=_NAME,
+            name=NAME,
             version=change.version,
             replica_config=ReplicaConfig(
-                import_path="versioned_noop:VersionedNoop",
-                app_dir=str(_MODEL_DIR),
+                import_path="bench_models:VersionedNoop",
+                app_dir=str(MODEL_DIR),
                 init_args=[change.version],
                 ray_actor_options=RayActorOptions(num_cpus=REPLICA_CPUS),
             ),
             backend_config=BackendConfig(num_replicas=change.num_replicas),
-            route_prefix=_ROUTE,
+            route_prefix=ROUTE,
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -69,3 +70,24 @@ class Back:
 
     async def __call__(self, request: Request) -> str:
         return "ask me by handle"
+
+
+class VersionedNoop:
+    """Answers the version that it was made with, so that one sees over HTTP which version serves."""
+
+    def __init__(self, version: str) -> None:
+        self._answer = version.encode()
+
+    async def __call__(self, request: Request) -> bytes:
+        return self._answer
+
+
+class Waiting:
+    """Takes its time and no CPU, so that many replicas of it fit on a small machine."""
+
+    def __init__(self, work_s: float = 0.1) -> None:
+        self._work_s = work_s
+
+    async def __call__(self, request: Request) -> str:
+        await asyncio.sleep(self._work_s)
+        return "done"

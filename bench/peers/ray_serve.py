@@ -11,15 +11,13 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
 
-from bench.floors import free_port
-from bench.loads import Served
-from bench.measure import System
-from muster.embedded.process import Probe, ProcessEvent, ProcessSpec
+from bench.console import check_peers
+from bench.floors import free_port, ignore
+from bench.measure import Served, System
+from muster.embedded.process import Probe, ProcessSpec
 from muster.embedded.supervisor import Supervisor
 
-PEERS_PYTHON: Final = Path(__file__).parents[2] / ".bench-peers" / "bin" / "python"
 DEFAULT, FASTEST = "Ray Serve", "Ray Serve HAProxy"
 _STARTS_WITHIN_S = 120.0
 _CPUS = 2
@@ -45,7 +43,7 @@ def _modes(directory: Path) -> dict[str, dict[str, str]]:
 
 @asynccontextmanager
 async def running_ray_serve(directory: Path, python: Path) -> AsyncIterator[list[System]]:
-    """Both modes, with everything deployed; all is gone afterwards. Raises `StartFailed` with the end of a log."""
+    """Both modes, with everything deployed; all is gone afterwards. Raises `StackFailed` with the end of a log."""
     await asyncio.to_thread(_prepare, directory, python)
     ports: dict[str, int] = {}
     supervisors = []
@@ -54,7 +52,7 @@ async def running_ray_serve(directory: Path, python: Path) -> AsyncIterator[list
         stack_id = uuid.uuid4().hex
         ports[name] = free_port()
         spec = _spec(directory, python, number, ports[name], variables)
-        supervisors.append(Supervisor(stack_id, [spec], _ignore))
+        supervisors.append(Supervisor(stack_id, [spec], ignore))
         urls = {path.value: f"http://127.0.0.1:{ports[name]}/{path.value}" for path in Served}
         systems.append(System(name=name, urls=urls, stack_id=stack_id))
     started = []
@@ -69,8 +67,7 @@ async def running_ray_serve(directory: Path, python: Path) -> AsyncIterator[list
 
 
 def _prepare(directory: Path, python: Path) -> None:
-    if not python.exists():
-        raise FileNotFoundError(f"{python} is missing: run `make bench-peers`, or leave --peers out")
+    check_peers(python)
     (directory / "haproxy").mkdir()
 
 
@@ -100,7 +97,3 @@ def _has_file(path: Path) -> Probe:
         return None if await asyncio.to_thread(path.exists) else f"{path.name} is not there yet"
 
     return probe
-
-
-def _ignore(_event: ProcessEvent) -> None:
-    """A process that dies shows as errors in the figures."""

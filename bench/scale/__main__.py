@@ -7,21 +7,17 @@ Postgres, the protocol, and its own process.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
 import structlog
 
-from bench.scale.figures import Column
+from bench.console import print_report, run_command, say
 from bench.scale.measure import measure
-from bench.scale.report import make_report, problems_of, render
-from bench.scale.sizes import Size, size_of
+from bench.scale.report import Column, Size, make_report, problems_of, render, size_of
 from serve_common.errors import ServeError
 
 _BUSY_LOAD = 1.0
@@ -47,39 +43,27 @@ def _sizes(text: str) -> list[Size]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-async def bench(options: argparse.Namespace) -> list[str]:
-    """Measure every size, tell, and return what is wrong."""
+async def bench(options: argparse.Namespace) -> int:
+    """Measure every size and report. 0: all is well; 1: something is missing or grows."""
     load_before = os.getloadavg()[0]
     if load_before > _BUSY_LOAD:
-        _say(f"warning: this machine is busy (load {load_before:.1f}); times mean little, bytes are sound")
+        say(f"warning: this machine is busy (load {load_before:.1f}); times mean little, bytes are sound")
     columns: list[Column] = []
     with tempfile.TemporaryDirectory(prefix="mbs-", ignore_cleanup_errors=True) as temporary:
         for size in options.sizes:
-            _say(f"{size.replicas} replicas of {size.backends} backends on {size.hosts} hosts …")
+            say(f"{size.replicas} replicas of {size.backends} backends on {size.hosts} hosts …")
             directory = (options.keep_logs or Path(temporary)).resolve() / str(size.replicas)
             directory.mkdir(parents=True)
             profile = options.profile and options.profile.resolve().with_name(
                 f"{options.profile.name}.{size.replicas}"
             )
-            columns.append(await measure(size, directory, options.seconds, _say, profile))
+            columns.append(await measure(size, directory, options.seconds, say, profile))
     report = make_report(columns, load_before)
-    print(render(report))
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    return problems_of(report)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-async def _until_stopped(options: argparse.Namespace) -> list[str]:
-    """Both signals cancel, so that everything is stopped in order; also where a script has SIGINT ignored."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await bench(options)
+    print_report(render(report), report, options.json)
+    problems = problems_of(report)
+    for problem in problems:
+        say(f"problem: {problem}")
+    return 1 if problems else 0
 
 
 def main() -> int:
@@ -87,17 +71,7 @@ def main() -> int:
     options = _arguments()
     # That connections end and processes are killed is the benchmark's own doing.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    try:
-        problems = asyncio.run(_until_stopped(options))
-    except (ServeError, OSError) as error:
-        _say(f"error: {error}")
-        return 2
-    except asyncio.CancelledError:
-        _say("stopped")
-        return 130
-    for problem in problems:
-        _say(f"problem: {problem}")
-    return 1 if problems else 0
+    return run_command(bench(options), (ServeError, OSError))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from bench.scale.admin_calls import AdminCalls, ChangeFailed, deploy_request
-from bench.scale.figures import Column, Recovery, Sample, SteadyFigures, conclude
-from bench.scale.meters import Meters
-from bench.scale.processes import Controller, ProcessLost, Simulator, usage_of
-from bench.scale.servers import Servers, running_servers
-from bench.scale.sizes import REPLICAS_PER_BACKEND, Size, spread
+from bench.scale.meters import AdminCalls, ChangeFailed, Meters, deploy_request
+from bench.scale.processes import Controller, ProcessLost, Servers, Simulator, running_servers, usage_of
+from bench.scale.report import (
+    REPLICAS_PER_BACKEND,
+    Column,
+    Recovery,
+    Sample,
+    Size,
+    SteadyFigures,
+    conclude,
+    spread,
+)
 from muster.embedded.supervisor import last_lines
 from serve_common.api.commands import Deploy
 from serve_common.errors import ServeError
@@ -121,19 +127,19 @@ class Run:
             column.recoveries.append(await self._recover(0.7 + number / 100))
             say(f"killed, it applies a change after {column.recoveries[-1].applied_s:.2f} s")
             await asyncio.sleep(REST_S)
-        tally = await self._simulator.tally()
-        column.reports_dropped, column.goals_refused = tally.reports_dropped, tally.goals_refused
+        counters = await self._simulator.counters()
+        column.reports_dropped, column.goals_refused = counters.reports_dropped, counters.goals_refused
 
     def _end_phase(self, *, is_profiled: bool) -> None:
         if is_profiled:
             self.controller.write_profile()
 
     async def _hosts_are_known(self) -> None:
-        """Every host and proxy was heard of: by then each has reported twice, and most were told a first goal."""
-        give_up_at = self._now() + HOSTS_WITHIN_S
+        """Every host and proxy is known: by then each has reported twice, and most were told a first goal."""
+        deadline = self._now() + HOSTS_WITHIN_S
         await asyncio.sleep(REST_S)
-        while self._now() < give_up_at:
-            if (await self._simulator.tally()).hosts_with_goal >= self._size.hosts:
+        while self._now() < deadline:
+            if (await self._simulator.counters()).hosts_with_goal >= self._size.hosts:
                 return
             await asyncio.sleep(SETTLE_S)
 
@@ -159,7 +165,7 @@ class Run:
             await self._calls.wait_for_success(reply.goal_id)
 
     async def _change(self, request: Deploy) -> Sample:
-        sent, tally = await self._meters.sent(), await self._simulator.tally()
+        sent, counters = await self._meters.sent(), await self._simulator.counters()
         wal = await self._meters.wal_bytes()
         begun = self._now()
         reply = await self._calls.deploy(request)
@@ -169,27 +175,27 @@ class Run:
         seconds = self._now() - begun
         await asyncio.sleep(SETTLE_S)
         wal_after = await self._meters.wal_bytes()
-        sent_after, tally_after = await self._meters.sent(), await self._simulator.tally()
+        sent_after, counters_after = await self._meters.sent(), await self._simulator.counters()
         return Sample(
             seconds=seconds,
             wal_bytes=wal_after - wal,
             messages=sent_after.messages - sent.messages,
             published_bytes=sent_after.bytes - sent.bytes,
-            goals=tally_after.goals - tally.goals,
-            goal_bytes=tally_after.goal_bytes - tally.goal_bytes,
-            snapshots=tally_after.snapshots - tally.snapshots,
-            snapshot_bytes=tally_after.snapshot_bytes - tally.snapshot_bytes,
-            proxy_reports=tally_after.proxy_reports - tally.proxy_reports,
+            goals=counters_after.goals - counters.goals,
+            goal_bytes=counters_after.goal_bytes - counters.goal_bytes,
+            snapshots=counters_after.snapshots - counters.snapshots,
+            snapshot_bytes=counters_after.snapshot_bytes - counters.snapshot_bytes,
+            proxy_reports=counters_after.proxy_reports - counters.proxy_reports,
         )
 
     async def _steady(self) -> SteadyFigures:
         nats = usage_of(self._servers.nats_pid)
-        tally, plan_s = await self._simulator.tally(), await self._meters.plan_s()
+        counters, plan_s = await self._simulator.counters(), await self._meters.plan_s()
         begun, usage = self._now(), self.controller.usage
         await asyncio.sleep(STEADY_S)
         seconds, usage_after = self._now() - begun, self.controller.usage
-        tally_after, plan_after_s = await self._simulator.tally(), await self._meters.plan_s()
-        reports = max(tally_after.reports - tally.reports, 1)
+        counters_after, plan_after_s = await self._simulator.counters(), await self._meters.plan_s()
+        reports = max(counters_after.reports - counters.reports, 1)
         cpu_s = usage_after.cpu_s - usage.cpu_s
         planned_s = None if plan_s is None or plan_after_s is None else plan_after_s - plan_s
         return SteadyFigures(
@@ -199,9 +205,9 @@ class Run:
             plan_us_per_report=None if planned_s is None else planned_s / reports * 1e6,
             cpu_share=cpu_s / seconds,
             nats_cpu_share=(usage_of(self._servers.nats_pid).cpu_s - nats.cpu_s) / seconds,
-            simulator_cpu_share=(tally_after.cpu_s - tally.cpu_s) / seconds,
+            simulator_cpu_share=(counters_after.cpu_s - counters.cpu_s) / seconds,
             rss_bytes=usage_after.rss_bytes,
-            simulator_late_s=tally_after.late_s,
+            simulator_late_s=counters_after.late_s,
         )
 
     async def _recover(self, threshold: float) -> Recovery:

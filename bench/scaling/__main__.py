@@ -22,21 +22,20 @@ from typing import Final
 
 import msgspec
 
-from bench.scaling.clients import Asked, Clients
-from bench.scaling.timeline import Look, percentile_ms, rows, watch
+from bench.scaling.clients import Asked, Clients, Poll, percentile_ms, rows, watch
 from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
-from muster.embedded import EmbeddedStack, StackOptions
-from muster.secrets import Secrets
+from muster.embedded import EmbeddedStack
 from serve_common.api.commands import DeleteDeployment, Deploy, PauseAutoscaling, ResumeAutoscaling, Scale
 from serve_common.api.queries import GetDeploymentInfo
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.identities.roles import Role
+from tests.support.identities import admin_address
+from tests.support.servers.reserved_port import ANY_PORTS
 
 NAME: Final = "waiting"
-MODEL_DIR: Final = Path(__file__).parent / "model"
+MODEL_DIR: Final = Path(__file__).parents[1] / "models"
 INTERVAL_S: Final = 5.0
 CONFIG: Final = AutoscalingConfig(
     min_replicas=1,
@@ -48,7 +47,6 @@ CONFIG: Final = AutoscalingConfig(
     downscale_delay_s=30.0,
     downscale_to_zero_delay_s=10.0,
 )
-_OPTIONS = StackOptions(http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0)
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -63,11 +61,9 @@ class Target(msgspec.Struct, frozen=True):
 async def own_stack() -> AsyncIterator[Target]:
     """An embedded one, gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="muster-scaling-") as directory:
-        async with EmbeddedStack(Path(directory), _OPTIONS) as stack:
+        async with EmbeddedStack(Path(directory), ANY_PORTS) as stack:
             record = stack.record
-            file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
-            address = StackAddress(urls=(record.nats_url,), credentials_file=file)
-            yield Target(address, record.http_url, str(MODEL_DIR))
+            yield Target(admin_address(record), record.http_url, str(MODEL_DIR))
 
 
 async def deploy(admin: AdminClient, target: Target, scaling: AutoscalingConfig) -> None:
@@ -78,7 +74,7 @@ async def deploy(admin: AdminClient, target: Target, scaling: AutoscalingConfig)
             name=NAME,
             route_prefix=f"/{NAME}",
             replica_config=ReplicaConfig(
-                import_path="waiting_model:Waiting",
+                import_path="bench_models:Waiting",
                 app_dir=target.app_dir,
                 ray_actor_options=RayActorOptions(num_cpus=0.01),
             ),
@@ -96,8 +92,8 @@ async def step(
     """1 client, then ``high`` of them, then 1 again."""
     loop = asyncio.get_running_loop()
     await deploy(admin, target, config)
-    looks: list[Look] = []
-    watching = loop.create_task(watch(admin, NAME, looks))
+    polls: list[Poll] = []
+    watching = loop.create_task(watch(admin, NAME, polls))
     async with Clients.asking(f"{target.http_url}/{NAME}") as clients:
         started_at = loop.time()
         clients.set(1)
@@ -112,12 +108,12 @@ async def step(
         )
     watching.cancel()
     print(f"\n1 → {high} clients at {stepped_at - started_at:.0f} s, back at {off_at - started_at:.0f} s")
-    print("\n".join(rows(looks, clients.asked, started_at)))
-    return judged(looks, clients.asked, stepped_at, off_at, high, config)
+    print("\n".join(rows(polls, clients.asked, started_at)))
+    return judged(polls, clients.asked, stepped_at, off_at, high, config)
 
 
 def judged(
-    looks: list[Look],
+    polls: list[Poll],
     asked: list[Asked],
     stepped_at: float,
     off_at: float,
@@ -127,16 +123,16 @@ def judged(
     """Say in a few lines whether replicas followed as they should."""
     failed = [a for a in asked if a.error]
     needed = high / config.target_ongoing_requests
-    first = next((x.at - stepped_at for x in looks if x.at > stepped_at and x.decided > 1), None)
-    enough = next((x.at - stepped_at for x in looks if x.at > stepped_at and x.running >= 0.9 * needed), None)
+    first = next((x.at - stepped_at for x in polls if x.at > stepped_at and x.decided > 1), None)
+    enough = next((x.at - stepped_at for x in polls if x.at > stepped_at and x.running >= 0.9 * needed), None)
     settled = [a.took_s for a in asked if off_at - 10.0 < a.begun_at < off_at - 1.0]
-    most = max(x.decided for x in looks)
-    fell = next((x.at - off_at for x in looks if x.at > off_at and x.decided < needed / 2), None)
+    most = max(x.decided for x in polls)
+    fell = next((x.at - off_at for x in polls if x.at > off_at and x.decided < needed / 2), None)
     print(f"requests {len(asked)}, failed {len(failed)} {[a.error for a in failed[:3]]}")
-    print(f"first decision after {_s(first)} ({config.metrics_interval_s:g} s between looks)")
+    print(f"first decision after {_s(first)} ({config.metrics_interval_s:g} s between evaluations)")
     print(f"nine tenths of {needed:g} replicas serve after {_s(enough)}; most that were decided: {most}")
     print(f"p99 of the last 10 s of the load: {percentile_ms(settled, 99):.0f} ms")
-    print(f"less than half of them {_s(fell)} after the load was off; at the end {looks[-1].decided}")
+    print(f"less than half of them {_s(fell)} after the load was off; at the end {polls[-1].decided}")
     return (
         not failed
         and first is not None
@@ -144,7 +140,7 @@ def judged(
         and enough is not None
         and fell is not None
         and fell >= config.downscale_delay_s
-        and looks[-1].decided == 1
+        and polls[-1].decided == 1
     )
 
 
@@ -155,8 +151,8 @@ async def without_source(
     loop = asyncio.get_running_loop()
     needed = math.ceil(clients_count / config.target_ongoing_requests)
     await deploy(admin, target, msgspec.structs.replace(config, initial_replicas=needed))
-    looks: list[Look] = []
-    watching = loop.create_task(watch(admin, NAME, looks))
+    polls: list[Poll] = []
+    watching = loop.create_task(watch(admin, NAME, polls))
     marks: list[str] = []
     async with Clients.asking(f"{target.http_url}/{NAME}") as clients:
         started_at = loop.time()
@@ -168,9 +164,9 @@ async def without_source(
             await asyncio.sleep(wait_s)
     watching.cancel()
     print(f"\n{clients_count} clients; {', '.join(marks)}")
-    print("\n".join(rows(looks, clients.asked, started_at)))
-    decided = {look.decided for look in looks}
-    sources = [source for source, _ in itertools.groupby(look.source for look in looks if look.source)]
+    print("\n".join(rows(polls, clients.asked, started_at)))
+    decided = {poll.decided for poll in polls}
+    sources = [source for source, _ in itertools.groupby(poll.source for poll in polls if poll.source)]
     failed = [a for a in clients.asked if a.error]
     print(
         f"requests {len(clients.asked)}, failed {len(failed)}; replicas decided: {sorted(decided)} ({needed} needed)"
@@ -180,7 +176,7 @@ async def without_source(
 
 
 async def from_zero(admin: AdminClient, target: Target, together: int) -> bool:
-    """Let it fall asleep, ask once, and later ask so many at once."""
+    """Scale to zero, ask once, and later ask so many at once."""
     loop = asyncio.get_running_loop()
     config = msgspec.structs.replace(CONFIG, min_replicas=0, max_replicas=4)
     await deploy(admin, target, msgspec.structs.replace(config, initial_replicas=0))
@@ -198,7 +194,9 @@ async def from_zero(admin: AdminClient, target: Target, together: int) -> bool:
                 f"failed {len(failed)}; a replica's start takes {start_s:.2f} s"
             )
             good = good and not failed and first <= start_s + 0.1 + 0.5
-            print(f"  fell asleep again {await _until_none(admin) - begun_at:.0f} s after the first request")
+            print(
+                f"  scaled to zero again {await _until_none(admin) - begun_at:.0f} s after the first request"
+            )
     return good
 
 
@@ -253,12 +251,12 @@ def main() -> int:
     parser.add_argument("--story", nargs="+", choices=["step", "zero", "source"], default=["step", "zero"])
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load is high")
-    parser.add_argument("--nats", help="of a stack that runs, such as nats://127.0.0.1:4222")
+    parser.add_argument("--nats", help="a stack that runs, such as nats://127.0.0.1:4222")
     parser.add_argument("--creds", help="NATS credentials file of an admin")
-    parser.add_argument("--http", help="where that stack takes requests")
+    parser.add_argument("--http", help="URL at which that stack takes requests")
     parser.add_argument("--away", default="", help="for the story 'source': what ends Prometheus")
-    parser.add_argument("--back", default="", help="and what starts it again")
-    parser.add_argument("--app-dir", help="this story's model, as that stack's replica hosts see it")
+    parser.add_argument("--back", default="", help="for the story 'source': what starts it again")
+    parser.add_argument("--app-dir", help="directory bench/models, as that stack's replica hosts see it")
     options = parser.parse_args()
     return 0 if asyncio.run(run(options)) else 1
 

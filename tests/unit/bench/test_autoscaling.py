@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from bench.autoscaling.comparison import (
+from bench.autoscaling.__main__ import (
     MAX_REPLICAS,
     MIN_REPLICAS,
     POLICIES,
     run_policy,
 )
-from bench.autoscaling.traces import TARGET, make_traces
+from bench.autoscaling.simulation import TARGET, make_traces
 
 MUSTERS = [name for name in POLICIES if name.startswith("Muster")]
 

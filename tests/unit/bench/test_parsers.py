@@ -10,10 +10,23 @@ import pytest
 from aiohttp import web
 
 from bench.chaos import ChaosLoad, Failure, Kill, Storm
-from bench.floor_ingress import bare
+from bench.floor_processes import bare
 from bench.generators import Generators
-from bench.loads import MIB, OTHER_LOADS, Kind, Load, Served, noop_loads
-from bench.measure import Figures, Run, Sample, System, conclude, conclude_processes, plan
+from bench.measure import (
+    MIB,
+    OTHER_LOADS,
+    Figures,
+    Kind,
+    Load,
+    Run,
+    Sample,
+    Served,
+    System,
+    conclude,
+    conclude_processes,
+    noop_loads,
+    plan,
+)
 from bench.meters import Usage
 from bench.scale.meters import Sent, controllers_part, sample_of
 from bench.wrk import WrkFailed, WrkFigures, parse_wrk
