@@ -6,10 +6,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.proxy_stack import Stack, running_stack
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """Nothing is logged in this process: simulated hosts run in it, beside what a command prints."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

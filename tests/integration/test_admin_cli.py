@@ -14,7 +14,6 @@ from typing import Any
 import click
 import pytest
 import pytest_asyncio
-import structlog
 import typer.main
 from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
@@ -25,20 +24,16 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.admin_desk import TRACEBACK, AdminDesk
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 BUILT = typer.main.get_command(app)
 RUN: set[tuple[str, ...]] = set()
 """Subcommands that this module has run."""
 NOT_ABOUT_THE_ADMIN_API = {("up",), ("secrets",), ("call",), ("help",)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    """The simulated hosts run in this process, and what they log would stand among what `muster` prints."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    yield
-    structlog.reset_defaults()
 
 
 class Muster:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
-import structlog
 
 from serve_common.api import queries as q
 from serve_common.api.commands import (
@@ -47,17 +46,14 @@ from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.admin_desk import BAD_CODE, CODE, SOON_S, TRACEBACK, AdminDesk
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 ASKED: set[str] = set()
 """Verbs that were answered with success in this module."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-    yield
-    structlog.reset_defaults()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -250,17 +250,6 @@ async def test_a_server_that_lost_everything_gets_its_stream_again(server: NatsS
     await side.close()
 
 
-async def test_closing_while_nats_is_away_takes_little_time(server: NatsServer) -> None:
-    side = Side(server)
-    await side.open()
-    side.events.start()
-    await side.lose_server()
-    side.tell("lost")
-    async with asyncio.timeout(20):  # as above
-        await side.events.close()
-    await side.close()
-
-
 # Log lines over a real bus: published, recalled, and followed while NATS goes and comes back.
 
 SUBJECTS = Subjects()

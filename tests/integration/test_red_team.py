@@ -257,19 +257,16 @@ async def test_nats_refuses_and_logs_what_is_none_of_a_roles_business(scene: Sce
     assert unseen == []
 
 
-async def _as_deputy(intruder: Intruder, subject: str, reply: str, payload: bytes) -> None:
-    """Have JetStream, or a service of ours, answer to ``reply``."""
-    await intruder.publish(subject, payload, reply)
-
-
 READ_BUCKET = json.dumps({"seq": 1, "next_by_subj": f"$KV.{SUBJECTS.bucket}.>", "batch": 1}).encode()
 
 
-@pytest.mark.parametrize("who", ["replica", "client", "proxy"])
-async def test_what_answers_a_reader_of_the_bucket_commands_and_reports_nothing(
+@pytest.mark.parametrize("who", ["replica", "client", "proxy", "admin"])
+async def test_what_answers_a_reader_of_the_bucket_or_a_caller_commands_and_reports_nothing(
     scene: Scene, unharmed, who: str
 ):
+    """JetStream answers readers, a gateway callers, and both choose where the answer goes."""
     settings = await scene.as_mole() if who == "replica" else scene.settings(who)
+    called = "serve.call.evil.mole" if who == "replica" else "serve.call.shop.till"
     history = len(await scene.stack.admin.call(GetHistory()))
     async with Intruder.connected(settings) as intruder:
         for reply in (
@@ -283,19 +280,13 @@ async def test_what_answers_a_reader_of_the_bucket_commands_and_reports_nothing(
             "serve.models.shop.till.1",
             "serve.wake.shop.till",
         ):
-            await _as_deputy(intruder, f"$JS.API.DIRECT.GET.{BUCKET}", reply, READ_BUCKET)
-            await _as_deputy(intruder, f"$JS.API.STREAM.INFO.{BUCKET}", reply, b"")
+            if who != "admin":
+                await intruder.publish(f"$JS.API.DIRECT.GET.{BUCKET}", READ_BUCKET, reply)
+                await intruder.publish(f"$JS.API.STREAM.INFO.{BUCKET}", b"", reply)
+            if who != "proxy":
+                await intruder.publish(called, b'{"do": "environment"}', reply)
     # A command from here is behind all that the deputies could have sent.
     assert len(await scene.stack.admin.call(GetHistory())) == history
-
-
-@pytest.mark.parametrize("who", ["replica", "client", "admin"])
-async def test_a_gateway_answers_into_inboxes_only(scene: Scene, unharmed, who: str):
-    settings = await scene.as_mole() if who == "replica" else scene.settings(who)
-    called = "serve.call.evil.mole" if who == "replica" else "serve.call.shop.till"
-    async with Intruder.connected(settings) as intruder:
-        for reply in ("serve.report.host.host-1", "serve.report.proxy.proxy-1", "serve.wake.shop.till"):
-            await _as_deputy(intruder, called, reply, json.dumps({"do": "environment"}).encode())
 
 
 async def test_a_model_learns_no_secret_of_its_host(scene: Scene):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import ipaddress
 import json
 import os
@@ -407,24 +406,6 @@ async def test_a_version_that_cannot_start_fails_with_its_traceback_and_the_old_
     assert load.failures == []
     await until_healed(stack)
     assert stack.status()["deployments"][0]["version"] == before
-
-
-async def test_bad_input_over_http_gets_a_reason(stack: Stack) -> None:
-    async with aiohttp.ClientSession() as session:
-        async with session.post(
-            stack.url, data=b"just text", headers={"Content-Type": "image/png"}
-        ) as response:
-            assert response.status == 400
-            assert "PNG" in (await response.json())["error"]["message"]
-        async with session.post(stack.url, data=io.BytesIO(bytes(11 * 1024 * 1024))) as response:
-            assert response.status == 413
-        async with session.get(f"{stack.record()['http_url']}/nowhere") as response:
-            assert response.status == 404
-        async with session.delete(stack.url) as response:
-            assert response.status == 405
-            assert response.headers["Allow"] == "GET, HEAD, POST"
-        async with session.get(f"{stack.record()['http_url']}/-/routes") as response:
-            assert await response.json() == {"/digits": "default/digits"}
 
 
 async def test_a_call_over_nats_is_answered(stack: Stack) -> None:

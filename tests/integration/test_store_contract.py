@@ -359,13 +359,6 @@ async def test_history_that_no_json_can_hold_is_read_with_escapes(world: World):
     msgspec.json.encode(view)
 
 
-async def test_a_fenced_record_notes_nothing(world: World):
-    epoch = await lead(world.store)
-    with pytest.raises(FencedOut):
-        await world.store.record(epoch + 1, ObjectChanges(), [noted("ann")])
-    assert await world.store.read_history(10, None, None) == []
-
-
 async def test_a_fenced_record_writes_nothing(world: World):
     old = await lead(world.store)
     await world.store.record(old, put(goal(1)), [entry("first")])
