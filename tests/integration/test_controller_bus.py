@@ -326,34 +326,6 @@ async def test_what_does_not_belong_into_the_bucket_is_put_right(stack: Stack) -
     await until(stack.bucket_is_as_recorded)
 
 
-async def test_waiting_for_a_goal_ends_at_once_with_the_goal_and_in_time_without(stack: Stack) -> None:
-    caller = stack.caller
-    never = await caller.call("deploy", **deploy_fields("never", num_replicas=1))
-    loop = asyncio.get_running_loop()
-    begun = loop.time()
-    goal = await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0.3)
-    assert 0.29 <= loop.time() - begun < SOON_S
-    assert goal.status is GoalStatus.PENDING
-
-    async def says_why() -> bool:  # as soon as there was a plan
-        return (
-            "none is live" in (await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0)).message
-        )
-
-    await until(says_why)
-
-    async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(
-            caller.send("wait_for_goal", msgspec.json.encode({"goal_id": never.goal_id, "timeout_s": 30}), 30)
-        )
-        await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0.1)
-        assert not waiting.done()
-        begun = loop.time()
-        await caller.call("deploy", **deploy_fields("never", num_replicas=0))
-    assert loop.time() - begun < SOON_S
-    assert json.loads(waiting.result().data)["status"] == "superseded"
-
-
 async def test_many_who_wait_do_not_hold_up_the_others(stack: Stack) -> None:
     never = await stack.caller.call("deploy", **deploy_fields("never", num_replicas=1))
     payload = msgspec.json.encode({"goal_id": never.goal_id, "timeout_s": 30.0})
@@ -362,7 +334,9 @@ async def test_many_who_wait_do_not_hold_up_the_others(stack: Stack) -> None:
         await asyncio.sleep(0)  # all of them are sent before what follows
         await stack.caller.call("list_deployments")
         assert not any(wait.done() for wait in waits)
+        begun = time.monotonic()
         await stack.caller.call("deploy", **deploy_fields("never", num_replicas=0))
+    assert time.monotonic() - begun < SOON_S
     assert {json.loads(wait.result().data)["status"] for wait in waits} == {"superseded"}
 
 

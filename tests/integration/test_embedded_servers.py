@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
@@ -41,6 +41,7 @@ from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
 from tests.support.identities import bus_settings
 from tests.support.servers.reserved_port import ANY_PORTS
+from tests.support.stacks.raw_peers import raw_connection
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -119,18 +120,10 @@ async def connect_postgres(
     )
 
 
-def environment_of(stack: EmbeddedStack, name: str) -> Awaitable[dict[str, str]]:
-    async def ask() -> dict[str, str]:
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", int(stack.record.ops_urls[name].rpartition(":")[2])
-        )
+async def environment_of(stack: EmbeddedStack, name: str) -> dict[str, str]:
+    async with raw_connection(stack.record.ops_urls[name]) as (reader, writer):
         writer.write(b"GET / HTTP/1.0\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-        await writer.wait_closed()
-        return json.loads(answer.partition(b"\r\n\r\n")[2])
-
-    return ask()
+        return json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
 
 
 def pid_of(stack: EmbeddedStack, name: str) -> int:

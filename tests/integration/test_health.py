@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -33,17 +33,31 @@ pytestmark = pytest.mark.timeout(300)
 
 UNHEALTHY_AFTER_S = 1.0
 OK = (200, "ok\n")
+LIMIT_S = 240.0
+"""A guard: importing a service takes half a minute where many others want the machine."""
+ANYWHERE = {
+    "MUSTER_NATS_PASSWORD": "unused",
+    "MUSTER_REPLICA_NATS_PASSWORD": "unused",
+    "MUSTER_POSTGRES_DSN": "postgresql://nobody@127.0.0.1:1/none",
+    "MUSTER_POSTGRES_PASSWORD": "unused",
+    "MUSTER_OPS_PORT": "0",
+    "MUSTER_HTTP_PORT": "0",
+    "MUSTER_PROXY_ID": "p",
+    "MUSTER_HOST_ID": "h",
+    "MUSTER_UNHEALTHY_AFTER_S": str(UNHEALTHY_AFTER_S),
+}
+"""What every service takes that is told nothing else."""
 
 
 class Service:
     """A service's process, asked at its operations port."""
 
-    def __init__(self, module: str, process: asyncio.subprocess.Process) -> None:
-        self.module = module
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.url = ""
         self.lines: list[str] = []
         self._found = asyncio.Event()
+        self._ended = asyncio.Event()
 
     async def read(self) -> None:
         assert self.process.stderr is not None
@@ -56,10 +70,21 @@ class Service:
             if port is not None and not self.url:  # a parent speaks before its children do
                 self.url = f"http://127.0.0.1:{port}"
                 self._found.set()
+        self._ended.set()
 
     async def listens(self) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await self._found.wait()
+
+    async def ended(self) -> int:
+        """Its exit code, once all of its log was read."""
+        async with asyncio.timeout(LIMIT_S):
+            await self._ended.wait()
+            return await self.process.wait()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines if line.startswith("{")]
 
     async def get(self, path: str) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=15)
@@ -76,39 +101,37 @@ class Service:
                     seen = await self.get(path)
         except TimeoutError as error:
             log = "".join(self.lines[-20:])
-            raise AssertionError(f"{self.module}{path}: {seen}, not {status} {said!r}\n{log}") from error
+            raise AssertionError(f"{self.url}{path}: {seen}, not {status} {said!r}\n{log}") from error
         return seen[1]
 
 
 @asynccontextmanager
-async def running(module: str, environment: Mapping[str, str]) -> AsyncIterator[Service]:
+async def started(environment: Mapping[str, str], *command: str) -> AsyncIterator[Service]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module),
-        env={
-            **inherited,
-            "MUSTER_NATS_PASSWORD": "unused",
-            "MUSTER_OPS_PORT": "0",
-            "MUSTER_UNHEALTHY_AFTER_S": str(UNHEALTHY_AFTER_S),
-            **environment,
-        },
+        *(sys.executable, *command),
+        env={**inherited, **ANYWHERE, **environment},
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         limit=2**20,
     )
-    service = Service(module, process)
+    service = Service(process)
     tasks = TaskOwner("test")
     tasks.start(service.read(), "read")
     try:
-        await service.listens()
         yield service
     finally:
-        process.kill()
+        if process.returncode is None:
+            process.kill()
         await process.wait()
         await tasks.close(1.0)
 
 
-PROXY = {"MUSTER_HTTP_PORT": "0", "MUSTER_PROXY_ID": "p"}
+@asynccontextmanager
+async def running(module: str, environment: Mapping[str, str]) -> AsyncIterator[Service]:
+    async with started(environment, "-m", module) as service:
+        await service.listens()
+        yield service
 
 
 @pytest.fixture
@@ -118,7 +141,7 @@ async def services(server: NatsServer, postgres_server: PostgresServer) -> Async
     store = {"MUSTER_POSTGRES_DSN": dsn, "MUSTER_POSTGRES_PASSWORD": password}
     async with (
         running("serve_controller", {**bus, **store}) as first,
-        running("serve_proxy", {**bus, **PROXY}) as second,
+        running("serve_proxy", bus) as second,
     ):
         for service in (first, second):
             await service.until("/readyz", 200)
@@ -151,7 +174,7 @@ async def test_a_bus_that_is_away_makes_unready_and_one_that_is_silent_makes_unh
 
 
 async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_so(server: NatsServer) -> None:
-    environment = {**PROXY, "MUSTER_NATS_URL": server.url, "MUSTER_PROXY_PROCESSES": "2"}
+    environment = {"MUSTER_NATS_URL": server.url, "MUSTER_PROXY_PROCESSES": "2"}
     async with running("serve_proxy", environment) as parent:
         await parent.until("/healthz", 200)
         await parent.until("/readyz", 503, "process 2: the bucket of snapshots was not read yet")
@@ -168,9 +191,8 @@ async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_s
 
 def pid_of_process(parent: Service, number: int) -> int:
     """As the parent logged it; 0 before that."""
-    events = [json.loads(line) for line in parent.lines if line.startswith("{")]
-    started = [event for event in events if event["event"] == "proxy_process_started"]
-    return next((event["pid"] for event in started if event["process"] == number), 0)
+    begun = [event for event in parent.events if event["event"] == "proxy_process_started"]
+    return next((event["pid"] for event in begun if event["process"] == number), 0)
 
 
 async def test_a_hosts_connection_tells_silence_from_absence(server: NatsServer) -> None:
@@ -280,8 +302,6 @@ async def is_served(client: Client) -> bool:
 # No service ends without a word: by an exception with a line of log and exit code 1, by order with 0.
 
 
-LIMIT_S = 240.0
-"""A guard: importing a service takes half a minute where many others want the machine."""
 BREAK_CONTROLLER = """
 from serve_controller.shell.leadership import Leadership as broken
 name = "run"
@@ -315,59 +335,6 @@ sys.exit(main())
 """
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """Not pytest's: Ray's sockets need a short path."""
-    with tempfile.TemporaryDirectory(prefix="ends-") as path:
-        yield Path(path)
-
-
-def environment(shared_server: NatsServer, directory: Path) -> Mapping[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
-    return {
-        **inherited,
-        "MUSTER_NATS_URL": shared_server.url,
-        "MUSTER_NATS_PASSWORD": "unused",
-        "MUSTER_REPLICA_NATS_PASSWORD": "unused",
-        "MUSTER_POSTGRES_DSN": "postgresql://nobody@127.0.0.1:1/none",
-        "MUSTER_POSTGRES_PASSWORD": "unused",
-        "MUSTER_OPS_PORT": "0",
-        "MUSTER_HTTP_PORT": "0",
-        "MUSTER_PROXY_ID": "p",
-        "MUSTER_HOST_ID": "h",
-        "MUSTER_RAY_TEMP_DIR": str(directory / "ray"),
-        "MUSTER_METRICS_DIR": str(directory / "metrics"),
-    }
-
-
-@asynccontextmanager
-async def running_code(
-    code: str, shared_server: NatsServer, directory: Path
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[dict[str, object]]]]:
-    """The process and the lines of its log, all of them once it has ended."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code),
-        env=environment(shared_server, directory),
-        stderr=asyncio.subprocess.PIPE,
-        limit=2**20,
-    )
-    lines: list[dict[str, object]] = []
-    try:
-        yield process, lines
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def until_ended(process: asyncio.subprocess.Process, lines: list[dict[str, object]]) -> int:
-    assert process.stderr is not None
-    async with asyncio.timeout(LIMIT_S):
-        text = await process.stderr.read()
-        lines += [json.loads(line) for line in text.splitlines() if line.startswith(b"{")]
-        return await process.wait()
-
-
 @pytest.mark.parametrize(
     ("module", "fault", "event"),
     [
@@ -379,25 +346,23 @@ async def until_ended(process: asyncio.subprocess.Process, lines: list[dict[str,
     ids=["controller", "proxy, in a task", "proxy, at the start", "host"],
 )
 async def test_an_end_by_an_exception_is_logged_and_fails(
-    module: str, fault: str, event: str, shared_server: NatsServer, directory: Path
+    module: str, fault: str, event: str, shared_server: NatsServer
 ) -> None:
-    async with running_code(fault + FAULT + RUN.format(module=module), shared_server, directory) as (
-        process,
-        lines,
-    ):
-        assert await until_ended(process, lines) == 1, lines[-3:]
-        told = [line for line in lines if line["event"] == event]
-        assert told, [line["event"] for line in lines]
-        assert "cannot convert float infinity" in json.dumps(told)
-        assert "OverflowError" in json.dumps(told), "where it was raised is told too"
+    with tempfile.TemporaryDirectory(prefix="ends-") as directory:  # Ray's sockets need a short path
+        environment = {
+            "MUSTER_NATS_URL": shared_server.url,
+            "MUSTER_RAY_TEMP_DIR": f"{directory}/ray",
+            "MUSTER_METRICS_DIR": f"{directory}/metrics",
+        }
+        async with started(environment, "-c", fault + FAULT + RUN.format(module=module)) as service:
+            assert await service.ended() == 1, service.lines[-3:]
+    told = [line for line in service.events if line["event"] == event]
+    assert told, [line["event"] for line in service.events]
+    assert "cannot convert float infinity" in json.dumps(told)
+    assert "OverflowError" in json.dumps(told), "where it was raised is told too"
 
 
-@pytest.mark.parametrize("module", ["serve_controller", "serve_proxy"])
-async def test_an_ordered_stop_succeeds(module: str, shared_server: NatsServer, directory: Path) -> None:
-    async with running_code(RUN.format(module=module), shared_server, directory) as (process, lines):
-        assert process.stderr is not None
-        async with asyncio.timeout(LIMIT_S):
-            while b"operations_port" not in await process.stderr.readline():
-                pass
-        process.send_signal(signal.SIGTERM)
-        assert await until_ended(process, lines) == 0, lines[-3:]
+async def test_an_ordered_stop_succeeds_also_without_a_store(shared_server: NatsServer) -> None:
+    async with running("serve_controller", {"MUSTER_NATS_URL": shared_server.url}) as controller:
+        controller.process.send_signal(signal.SIGTERM)
+        assert await controller.ended() == 0, controller.lines[-3:]

@@ -184,13 +184,8 @@ async def test_of_many_reports_the_good_ones_are_heard_in_order(side: Side) -> N
     host, proxy = side.subjects.host_report(HostId("h1")), side.subjects.proxy_report(ProxyId("p1"))
     await until_known(side.client)
     bottomless = b'{"x":' + b"[" * 100_000
-    for payload in (
-        b"nonsense",
-        b"\xff",
-        host_report(host_id="h2"),
-        host_report(host_id="h 1\r\nPUB x 0\r\n"),
-        bottomless,
-    ):
+    others = [host_report(host_id=name) for name in ("h2", "", "h 1\r\nPUB x 0\r\n")]
+    for payload in (b"nonsense", b"\xff", *others, bottomless):
         await side.caller.publish(host, payload)
     for number in range(1000):
         await side.caller.publish(host, host_report(sequence=number))

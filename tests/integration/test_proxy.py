@@ -7,9 +7,6 @@ import contextlib
 import io
 import json
 import os
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -356,36 +353,3 @@ async def test_a_slow_replica_is_a_504_and_is_told(server: NatsServer) -> None:
         status, body, _ = await stack.get("/echo/hold")
         assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
         await replica.wait(lambda: replica.cancelled == ["/echo/hold"])
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_the_process_starts_before_nats_and_ends_cleanly_on_a_signal(tmp_path: Path, number) -> None:
-    server = NatsServer(tmp_path)
-    environment = {
-        **os.environ,
-        "MUSTER_NATS_URL": server.url,
-        "MUSTER_NATS_PASSWORD": "unused",
-        "MUSTER_HTTP_PORT": "0",
-        "MUSTER_OPS_PORT": "0",
-        "MUSTER_PROXY_ID": "p9",
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stderr is not None
-        async with asyncio.timeout(90):
-            while b"proxy_listening" not in (line := await process.stderr.readline()):
-                assert line
-            server.start()
-            while b"bus_connected" not in (line := await process.stderr.readline()):
-                assert line
-            process.send_signal(number)
-            await process.communicate()
-        assert process.returncode == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        server.close()

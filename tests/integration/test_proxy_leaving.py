@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -223,3 +224,23 @@ async def test_a_proxy_whose_log_nobody_reads_any_more_ends_all_the_same(server:
         await asyncio.wait_for(proxy.process.wait(), 60)
     finally:
         await proxy.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_process_starts_before_nats_and_ends_cleanly_on_a_signal(
+    tmp_path: Path, number: int
+) -> None:
+    server = NatsServer(tmp_path)
+    proxy = ProxyProcess("early")
+    try:
+        await proxy.start(server)
+        server.start()
+        assert proxy.process.stderr is not None
+        async with asyncio.timeout(90):
+            while b"bus_connected" not in (line := await proxy.process.stderr.readline()):
+                assert line
+            await proxy.end(number)
+        assert proxy.process.returncode == 0
+    finally:
+        await proxy.kill()
+        server.close()

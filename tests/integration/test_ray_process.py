@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -141,17 +140,14 @@ def runtime_of(host: HostOnCluster) -> psutil.Process:
 
 
 async def until_gone(processes: list[psutil.Process]) -> None:
-    give_up_at = time.monotonic() + 60
-    while left := [process for process in processes if process.is_running() and not _is_zombie(process)]:
-        assert time.monotonic() < give_up_at, [process.as_dict(["pid", "name", "status"]) for process in left]
-        await asyncio.sleep(0.05)
+    await eventually(lambda: not any(map(_is_alive, processes)), within_s=60)
 
 
-def _is_zombie(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
-        return process.status() == psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 def said(host: HostOnCluster, event: str) -> list[dict[str, object]]:

@@ -19,18 +19,16 @@ import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
-from nats.errors import Error as NatsError
 
 from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetDeploymentInfo, GetHistory, GetStatus, ListDeployments
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.identities.credentials import SEED_BYTES, KeyKind, NatsKey, UserIdentity, mint_user
-from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, inbox_prefix
-from serve_common.nats.login import mint_now
+from serve_common.identities.credentials import UserIdentity
+from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
 from tests.integration.red_team import Intruder
-from tests.support.identities import bus_settings, signing_key
+from tests.support.identities import bus_settings
 from tests.support.paths import APPS
 from tests.support.stacks.loaded_stack import LoadedStack
 from tests.support.waiting import eventually
@@ -319,44 +317,6 @@ async def test_replies_of_others_cannot_be_guessed(scene: Scene, unharmed):
         await intruder.client.flush(timeout=60)
 
 
-async def test_a_token_that_was_altered_or_made_by_oneself_lets_nobody_in(scene: Scene, unharmed):
-    mole = await scene.as_mole()
-    own = mole.credentials
-    assert isinstance(own, UserIdentity)
-    head, claims, signature = own.jwt.split(".")
-    content = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
-    content["name"] = "shop.till.1"
-    altered = base64.urlsafe_b64encode(json.dumps(content).encode()).decode().rstrip("=")
-    key = signing_key(scene.stack._secrets, Role.REPLICA)
-    foreign = msgspec.structs.replace(key, seed=NatsKey(KeyKind.ACCOUNT, os.urandom(SEED_BYTES)).seed)
-    proxy_key = signing_key(scene.stack._secrets, Role.PROXY)
-    crossed = msgspec.structs.replace(proxy_key, account=signing_key(scene.stack._secrets, Role.HOST).account)
-    for forged in (
-        msgspec.structs.replace(own, jwt=f"{head}.{altered}.{signature}"),
-        msgspec.structs.replace(own, seed=NatsKey(KeyKind.USER, os.urandom(SEED_BYTES)).seed),
-        mint_now(foreign, "shop.till.1", lifetime_s=3600),
-        mint_now(crossed, "admin", lifetime_s=3600),
-        mint_user(key, "shop.till.1", now=1_700_000_000, lifetime_s=60, random_bytes=os.urandom(SEED_BYTES)),
-    ):
-        with pytest.raises((NatsError, OSError), match=r"(?i)authorization"):
-            async with Intruder.connected(msgspec.structs.replace(mole, credentials=forged)):
-                pass
-    assert "Authorization Violation" in scene.stack.log("nats") or "authentication error" in scene.stack.log(
-        "nats"
-    )
-
-
-async def test_whoever_gives_no_identity_or_a_password_is_not_let_in(scene: Scene, unharmed):
-    for user, password in (("", ""), ("admin", "admin"), ("controller", "")):
-        with pytest.raises((NatsError, OSError)):
-            async with Intruder.connected(
-                msgspec.structs.replace(
-                    scene.settings("admin"), credentials=None, user=user, password=password
-                )
-            ):
-                pass
-
-
 async def test_who_has_a_hosts_key_speaks_for_no_host_that_lives(scene: Scene, unharmed):
     """The key makes any host's name; the name belongs to the process that reports under it."""
     before = len(await scene.stack.admin.call(GetHistory()))
@@ -395,38 +355,3 @@ async def test_who_has_a_proxys_key_speaks_for_no_proxy_that_lives(scene: Scene,
             ):
                 await intruder.publish(f"serve.report.proxy.{target}", json.dumps(payload).encode())
     await scene.logged("message_refused")
-
-
-async def test_commands_want_a_content_and_shutdown_a_confirmation(scene: Scene, unharmed):
-    async with Intruder.connected(scene.settings("admin")) as admin:
-        for verb, payload, field in (
-            ("shutdown", b"", None),
-            ("shutdown", b"{}", "confirm"),
-            ("shutdown", b'{"confirm": "yes"}', "confirm"),
-            ("delete_deployment", b"", None),
-        ):
-            answer = await admin.client.request(f"serve.admin.{verb}", payload, timeout=30)
-            assert answer.headers["Nats-Service-Error-Code"] == "400", answer
-            assert field is None or field in answer.data.decode()
-
-
-async def test_connections_of_programs_outside_end_at_their_own_limit(scene: Scene, unharmed):
-    limit = ACCOUNT_LIMITS[AccountName.CLIENT].connections
-    settings = scene.settings("client")
-    async with contextlib.AsyncExitStack() as stack:
-        refused = None
-        for _ in range(limit + 1):
-            try:
-                await stack.enter_async_context(Intruder.connected(settings))
-            except (NatsError, OSError) as error:
-                refused = str(error)
-                break
-        assert refused is not None
-        assert "maximum" in refused.lower(), refused
-        # Meanwhile whoever else comes is let in.
-        for who in ("admin", "proxy", "host"):
-            async with Intruder.connected(scene.settings(who)):
-                pass
-        async with Intruder.connected(await scene.as_mole()):
-            pass
-    assert "maximum account active connections exceeded" in scene.stack.log("nats")

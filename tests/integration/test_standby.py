@@ -29,8 +29,9 @@ from tests.support.stacks.control_plane import (
     ControllerProcess,
     ControlPlane,
     deploy_request,
-    eventually,
 )
+from tests.support.stacks.control_plane import eventually as until
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -73,7 +74,7 @@ async def test_one_of_two_standbys_leads_within_the_lease_after_a_kill_and_who_w
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(plane.admin.wait_for_goal(reply.goal_id, deadline_s=60.0))
-        await eventually(lambda: has_started(plane, 2))
+        await eventually(lambda: len(plane.host.runtime.started) == 2)
         assert not waiting.done()
         leader.signal(signal.SIGKILL)
         killed_at = loop.time()
@@ -87,10 +88,6 @@ async def test_one_of_two_standbys_leads_within_the_lease_after_a_kill_and_who_w
     assert plane.retries, "it was asked more than once"
     assert sum(bool(standby.logged("leadership_gained")) for standby in standbys) == 1
     assert len(plane.host.runtime.started) == 2, "what ran goes on running"
-
-
-async def has_started(plane: ControlPlane, count: int) -> bool:
-    return len(plane.host.runtime.started) == count
 
 
 LEASE_WITHOUT_END = (
@@ -180,7 +177,7 @@ async def test_a_leader_that_stood_still_writes_nothing_afterwards_and_answers_n
         await stale.until_logged("leadership_lost")
         print(f"SIGCONT to leadership lost: {loop.time() - woken_at:.3f} s")
         enough = len(epochs) + ANSWERS_AFTERWARDS
-        await eventually(lambda: _are_so_many(epochs, enough))
+        await eventually(lambda: len(epochs) >= enough)
         asking.cancel()
     assert set(epochs) == {2}, "it does not answer before it knows from Postgres whether it leads"
 
@@ -223,7 +220,7 @@ async def deployed_by_bare_requests(plane: ControlPlane, name: str, version: str
             for d in status.deployments
         )
 
-    await eventually(is_deployed)
+    await until(is_deployed)
 
 
 async def _keep_asking(plane: ControlPlane, epochs: list[int]) -> None:
@@ -233,10 +230,6 @@ async def _keep_asking(plane: ControlPlane, epochs: list[int]) -> None:
         if status is not None:
             epochs.append(status.epoch)
         await asyncio.sleep(0.005)
-
-
-async def _are_so_many(epochs: list[int], count: int) -> bool:
-    return len(epochs) >= count
 
 
 async def _is_at_rest(plane: ControlPlane) -> bool:
@@ -251,11 +244,13 @@ async def _is_at_rest(plane: ControlPlane) -> bool:
 
 async def _assert_old_messages_are_refused(plane: ControlPlane, goal: HostGoal, snapshot: Snapshot) -> None:
     """What a stale leader had still under way changes nothing, whatever it is."""
-    await eventually(lambda: _is_at_rest(plane))
+    await until(lambda: _is_at_rest(plane))
     running, key = set(plane.host.running), backend_key(A)
     routed = plane.proxy.routed_to(key)
     assert len(routed) == 2
-    assert routed.isdisjoint({replica_tag(A, 1), replica_tag(A, 2)} & set(snapshot_replicas(snapshot)))
+    assert routed.isdisjoint(
+        {replica_tag(A, 1), replica_tag(A, 2)} & set(getattr(snapshot.content, "replicas", []))
+    )
     late = msgspec.structs.replace(goal, generation=goal.generation + 1000, replicas=[])
     await plane.client.publish(plane.subjects.host_goal(plane.host.host_id), msgspec.json.encode(late))
     bucket = await plane.client.jetstream().key_value(plane.subjects.bucket)
@@ -266,12 +261,7 @@ async def _assert_old_messages_are_refused(plane: ControlPlane, goal: HostGoal, 
         held = msgspec.json.decode(entry.value or b"", type=Snapshot)
         return held.snapshot_id > snapshot.snapshot_id and (1, late.generation) in plane.host.refused
 
-    await eventually(is_put_right)
+    await until(is_put_right)
     assert {epoch for epoch, _ in plane.host.refused} == {1}
     assert plane.host.running == running
     assert plane.proxy.routed_to(key) == routed, "a router never goes back to an older snapshot"
-
-
-def snapshot_replicas(snapshot: Snapshot) -> list[str]:
-    """The replicas that it names."""
-    return list(getattr(snapshot.content, "replicas", []))
