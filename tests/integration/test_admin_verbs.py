@@ -10,31 +10,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from serve_common.api import commands as c
 from serve_common.api import queries as q
-from serve_common.api.commands import (
-    CreateBackend,
-    CreateEndpoint,
-    DeleteApplication,
-    DeleteBackend,
-    DeleteDeployment,
-    DeleteEndpoint,
-    Deploy,
-    DeployApplication,
-    DeploymentSpec,
-    DrainHost,
-    PauseAutoscaling,
-    Request,
-    ResumeAutoscaling,
-    Rollback,
-    Scale,
-    SetEndpointOptions,
-    SetHttpOptions,
-    SetTraffic,
-    ShadowTraffic,
-    Shutdown,
-    UndrainHost,
-    UpdateBackendConfig,
-)
 from serve_common.api.queries import COMMANDS, QUERIES
 from serve_common.api.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
 from serve_common.config.autoscaling import AutoscalingConfig
@@ -61,9 +38,9 @@ async def shared(shared_server: NatsServer, postgres_server: PostgresServer) -> 
     """A desk that all tests share, with two backends and an endpoint that sends to one of them."""
     async with AdminDesk.opened(shared_server, postgres_server) as desk:
         for name in ("left", "right"):
-            await desk.done(await desk.admin.call(CreateBackend(backend_tag=name, replica_config=CODE)))
+            await desk.done(await desk.admin.call(c.CreateBackend(backend_tag=name, replica_config=CODE)))
         await desk.done(
-            await desk.admin.call(CreateEndpoint(endpoint="fork", traffic={"left": 1.0}, route="/fork"))
+            await desk.admin.call(c.CreateEndpoint(endpoint="fork", traffic={"left": 1.0}, route="/fork"))
         )
         yield desk
 
@@ -73,7 +50,7 @@ def desk(shared: AdminDesk, monkeypatch: pytest.MonkeyPatch) -> AdminDesk:
     """The same, remembering which verbs were asked."""
     call = shared.admin.call
 
-    async def call_and_remember(request: Request[Any], **options: Any) -> Any:
+    async def call_and_remember(request: c.Request[Any], **options: Any) -> Any:
         reply = await call(request, **options)
         ASKED.add(request.verb)
         return reply
@@ -82,8 +59,8 @@ def desk(shared: AdminDesk, monkeypatch: pytest.MonkeyPatch) -> AdminDesk:
     return shared
 
 
-def deploy(name: str, version: str | None = "v1", **fields: Any) -> Deploy:
-    return Deploy(name=name, version=version, replica_config=CODE, **fields)
+def deploy(name: str, version: str | None = "v1", **fields: Any) -> c.Deploy:
+    return c.Deploy(name=name, version=version, replica_config=CODE, **fields)
 
 
 # -- deployments -------------------------------------------------------------------------------------------------------
@@ -106,10 +83,10 @@ async def test_a_deployment_from_its_first_version_to_its_end(desk: AdminDesk) -
     assert unversioned.updating
     await desk.done(unversioned)
     assert [r.version for r in await admin.call(q.GetRevisions(name="life"))] == [None, "v2", "v1"]
-    await desk.done(await admin.call(Rollback(name="life", to="v2")))
+    await desk.done(await admin.call(c.Rollback(name="life", to="v2")))
     assert (await admin.call(q.GetDeploymentInfo(name="life"))).version == "v2"
 
-    await desk.done(await admin.call(DeleteDeployment(name="life")))
+    await desk.done(await admin.call(c.DeleteDeployment(name="life")))
     with pytest.raises(NotFound):
         await admin.call(q.GetDeploymentInfo(name="life"))
     assert "default/life" not in {d.name for d in await admin.call(q.ListDeployments())}
@@ -119,7 +96,7 @@ async def test_a_deployment_from_its_first_version_to_its_end(desk: AdminDesk) -
     (short,) = (s for s in await admin.call(q.GetSnapshot()) if s.name == "default/life")
     assert (short.class_name, short.version, short.route) == ("Model", "v2", "/life")
     assert short.start_time < (short.end_time or 0.0)
-    nobody = await admin.call(DeleteDeployment(name="nobody"))
+    nobody = await admin.call(c.DeleteDeployment(name="nobody"))
     assert (nobody.goal_id, nobody.updating) == (None, False)
 
 
@@ -129,7 +106,7 @@ async def test_a_version_that_cannot_start_fails_with_the_users_traceback_and_th
     await desk.done(await desk.admin.call(deploy("brave", route_prefix="/brave")))
     before = (await desk.admin.call(q.GetDeploymentInfo(name="brave"))).replicas
     config = BackendConfig(max_constructor_retry_count=2)
-    bad = Deploy(
+    bad = c.Deploy(
         name="brave", version="v2", replica_config=BAD_CODE, backend_config=config, route_prefix="/x"
     )
     goal = await desk.ended((await desk.admin.call(bad)).goal_id)
@@ -160,13 +137,13 @@ async def test_a_goal_tells_its_progress_and_who_waits_for_a_replaced_one_is_tol
 # -- applications ------------------------------------------------------------------------------------------------------
 
 
-def application(*names: str, version: str = "v1", bad: str = "") -> DeployApplication:
-    return DeployApplication(
+def application(*names: str, version: str = "v1", bad: str = "") -> c.DeployApplication:
+    return c.DeployApplication(
         name="shop",
         ingress="front",
         route_prefix="/shop",
         deployments=[
-            DeploymentSpec(name=name, version=version, replica_config=BAD_CODE if name == bad else CODE)
+            c.DeploymentSpec(name=name, version=version, replica_config=BAD_CODE if name == bad else CODE)
             for name in names
         ],
     )
@@ -190,7 +167,7 @@ async def test_an_application_is_deployed_changed_and_deleted_as_one(desk: Admin
         "shop/front",
         "shop/other",
     }
-    await desk.done(await admin.call(DeleteApplication(name="shop")))
+    await desk.done(await admin.call(c.DeleteApplication(name="shop")))
     assert await admin.call(q.GetAllApplications()) == []
 
 
@@ -199,29 +176,29 @@ async def test_an_application_is_deployed_changed_and_deleted_as_one(desk: Admin
 
 async def test_a_backend_is_made_updated_and_deleted(desk: AdminDesk) -> None:
     admin = desk.admin
-    made = CreateBackend(
+    made = c.CreateBackend(
         backend_tag="solo", replica_config=CODE, backend_config=BackendConfig(max_queued_requests=7)
     )
     goal_id = await desk.done(await admin.call(made))
     again = await admin.call(made)
     assert (again.goal_id, again.updating) == (goal_id, False)
-    await desk.done(await admin.call(UpdateBackendConfig(backend_tag="solo", config={"num_replicas": 2})))
+    await desk.done(await admin.call(c.UpdateBackendConfig(backend_tag="solo", config={"num_replicas": 2})))
     config = await admin.call(q.GetBackendConfig(backend_tag="solo"))
     assert (config.backend_config.num_replicas, config.backend_config.max_queued_requests) == (2, 7)
     (view,) = (b for b in await admin.call(q.GetAllBackends()) if b.backend_tag == "default/solo")
     assert (view.status, len(view.replicas)) == (DeploymentStatus.HEALTHY, 2)
     assert {r.host_id for r in view.replicas} == {"host-1", "host-2"}, "spread by default"
-    await desk.done(await admin.call(DeleteBackend(backend_tag="solo", force_kill=True)))
-    assert (await admin.call(DeleteBackend(backend_tag="solo"))).goal_id is None
+    await desk.done(await admin.call(c.DeleteBackend(backend_tag="solo", force_kill=True)))
+    assert (await admin.call(c.DeleteBackend(backend_tag="solo"))).goal_id is None
 
 
 async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_deleted(desk: AdminDesk) -> None:
     admin = desk.admin
-    made = CreateEndpoint(endpoint="canary", traffic={"left": 1.0}, route="/canary", methods=["GET"])
+    made = c.CreateEndpoint(endpoint="canary", traffic={"left": 1.0}, route="/canary", methods=["GET"])
     goal_id = await desk.done(await admin.call(made))
     assert (await admin.call(made)).goal_id == goal_id
-    await desk.done(await admin.call(SetTraffic(endpoint="canary", weights={"left": 0.75, "right": 0.25})))
-    await desk.done(await admin.call(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0.5)))
+    await desk.done(await admin.call(c.SetTraffic(endpoint="canary", weights={"left": 0.75, "right": 0.25})))
+    await desk.done(await admin.call(c.ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0.5)))
     (view,) = (e for e in await admin.call(q.GetAllEndpoints()) if e.endpoint_tag == "default/canary")
     assert (view.route, view.methods, view.options) == ("/canary", ["GET"], EndpointOptions())
     assert view.traffic == {"default/left": 0.75, "default/right": 0.25}
@@ -231,17 +208,17 @@ async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_dele
     assert getattr(routed, "shadows", None) == {"default/right": 0.5}, (
         "the proxy has it once the goal succeeded"
     )
-    await desk.done(await admin.call(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0)))
+    await desk.done(await admin.call(c.ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0)))
     (view,) = (e for e in await admin.call(q.GetAllEndpoints()) if e.endpoint_tag == "default/canary")
     assert view.shadows == {}
-    options = SetEndpointOptions(endpoint="canary", options={"backend_header": "X-To"})
+    options = c.SetEndpointOptions(endpoint="canary", options={"backend_header": "X-To"})
     await desk.done(await admin.call(options))
     routed = desk.plane.proxy.snapshots["endpoints.default.canary"].content
     assert getattr(routed, "options", None) == EndpointOptions(backend_header="X-To")
     assert not (await admin.call(options)).updating
-    await desk.done(await admin.call(DeleteEndpoint(endpoint="canary")))
+    await desk.done(await admin.call(c.DeleteEndpoint(endpoint="canary")))
     assert desk.plane.proxy.snapshots["endpoints.default.canary"].content is None
-    assert (await admin.call(DeleteEndpoint(endpoint="canary"))).goal_id is None
+    assert (await admin.call(c.DeleteEndpoint(endpoint="canary"))).goal_id is None
     assert {b.backend_tag for b in await admin.call(q.GetAllBackends())} >= {"default/left", "default/right"}
 
 
@@ -266,16 +243,16 @@ async def test_a_user_wins_over_the_autoscaling_and_a_load_that_nobody_can_read_
     for why in (held.message, view.why):
         assert "no page of metrics is that of " in why
 
-    await desk.done(await admin.call(Scale(backend_tag="followed", num_replicas=4)))
+    await desk.done(await admin.call(c.Scale(backend_tag="followed", num_replicas=4)))
     (view,) = await admin.call(q.GetAutoscaling())
     assert (view.num_replicas, view.paused) == (4, "scale")
-    assert not (await admin.call(PauseAutoscaling(backend_tag="followed"))).updating
-    assert (await admin.call(ResumeAutoscaling(backend_tag="followed"))).updating
+    assert not (await admin.call(c.PauseAutoscaling(backend_tag="followed"))).updating
+    assert (await admin.call(c.ResumeAutoscaling(backend_tag="followed"))).updating
     (view,) = (await admin.call(q.GetStatus())).autoscaling
     assert (view.num_replicas, view.paused) == (4, "")
     load = await admin.call(q.GetLoad())
     assert (load.endpoints, load.backends, load.unreachable) == ([], [], [])
-    await desk.done(await admin.call(DeleteDeployment(name="followed")))
+    await desk.done(await admin.call(c.DeleteDeployment(name="followed")))
     assert await admin.call(q.GetAutoscaling()) == []
 
 
@@ -286,14 +263,14 @@ async def test_a_host_is_drained_and_taken_back(desk: AdminDesk) -> None:
     admin = desk.admin
     config = BackendConfig(num_replicas=2)
     await desk.done(await admin.call(deploy("moving", backend_config=config)))
-    drained = await admin.call(DrainHost(host_id="host-2"))
+    drained = await admin.call(c.DrainHost(host_id="host-2"))
     await desk.done(drained)
-    assert (await admin.call(DrainHost(host_id="host-2"))).goal_id == drained.goal_id
+    assert (await admin.call(c.DrainHost(host_id="host-2"))).goal_id == drained.goal_id
     hosts = {host.host_id: host for host in await admin.call(q.GetHosts())}
     assert (hosts["host-2"].draining, hosts["host-2"].num_replicas) == (True, 0)
     assert hosts["host-1"].resources == {"CPU": 64.0}
     assert {r.host_id for r in (await admin.call(q.GetDeploymentInfo(name="moving"))).replicas} == {"host-1"}
-    back = await admin.call(UndrainHost(host_id="host-2"))
+    back = await admin.call(c.UndrainHost(host_id="host-2"))
     assert (back.goal_id, back.updating) == (None, True)
     assert not any(host.draining for host in await admin.call(q.GetHosts()))
 
@@ -301,7 +278,7 @@ async def test_a_host_is_drained_and_taken_back(desk: AdminDesk) -> None:
 async def test_options_of_all_proxies_change_live_and_proxies_say_what_they_applied(desk: AdminDesk) -> None:
     admin = desk.admin
     before = await admin.call(q.GetHttpConfig())
-    await desk.done(await admin.call(SetHttpOptions(options={"request_timeout_s": 7})))
+    await desk.done(await admin.call(c.SetHttpOptions(options={"request_timeout_s": 7})))
     assert await admin.call(q.GetHttpConfig()) == msgspec.structs.replace(before, request_timeout_s=7.0)
     assert isinstance(before, HttpOptions)
     (proxy,) = await admin.call(q.GetHttpProxies())
@@ -336,7 +313,7 @@ async def test_a_plan_tells_what_a_command_would_do_and_does_nothing(desk: Admin
 async def test_the_history_shows_who_changed_what_from_what_to_what(desk: AdminDesk) -> None:
     name = "audited"
     await desk.done(await desk.admin.call(deploy(name)))
-    change = UpdateBackendConfig(backend_tag=name, config={"num_replicas": 2})
+    change = c.UpdateBackendConfig(backend_tag=name, config={"num_replicas": 2})
     reply = await desk.admin.call(change)
     await desk.done(reply)
     newest, first = await desk.admin.call(q.GetHistory(subject=name))
@@ -391,9 +368,9 @@ async def test_every_refusal_has_its_code_its_status_and_the_path_of_its_field_a
 ) -> None:
     await desk.done(await desk.admin.call(deploy("fixed")))
     await desk.done(await desk.admin.call(deploy("used")))
-    await desk.done(await desk.admin.call(SetTraffic(endpoint="fork", weights={"left": 0.5, "used": 0.5})))
+    await desk.done(await desk.admin.call(c.SetTraffic(endpoint="fork", weights={"left": 0.5, "used": 0.5})))
     await desk.done(
-        await desk.admin.call(ShadowTraffic(endpoint="fork", backend_tag="right", proportion=0.1))
+        await desk.admin.call(c.ShadowTraffic(endpoint="fork", backend_tag="right", proportion=0.1))
     )
     before = await recorded(desk)
     wrong = []
@@ -477,7 +454,7 @@ async def test_goals_and_everything_else_survive_a_controller_that_is_killed(des
 
 
 async def test_shutdown_returns_its_goals_and_empties_everything(desk: AdminDesk) -> None:
-    reply = await desk.admin.call(Shutdown(confirm="everything"))
+    reply = await desk.admin.call(c.Shutdown(confirm="everything"))
     assert len(reply.goal_ids) == len(set(reply.goal_ids)) > 0
     for goal_id in reply.goal_ids:
         assert (await desk.ended(goal_id)).status is GoalStatus.SUCCEEDED
@@ -486,7 +463,7 @@ async def test_shutdown_returns_its_goals_and_empties_everything(desk: AdminDesk
     assert await desk.admin.call(q.GetAllBackends()) == []
     assert await desk.admin.call(q.GetAllEndpoints()) == []
     assert desk.plane.host.running == set()
-    assert (await desk.admin.call(Shutdown(confirm="everything"))).goal_ids == []
+    assert (await desk.admin.call(c.Shutdown(confirm="everything"))).goal_ids == []
 
 
 async def test_this_module_has_asked_every_verb() -> None:

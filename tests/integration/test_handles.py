@@ -42,8 +42,6 @@ from serve_replica_host.adapters.metrics_files import MetricsFiles
 from tests.support.servers.nats_server import until_known
 from tests.support.stacks.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack, wait_until
 
-pytestmark = pytest.mark.timeout(120)
-
 LEAF, MIDDLE, ROLLED = "default/leaf", "default/middle", "default/rolled"
 MIB = 1024 * 1024
 

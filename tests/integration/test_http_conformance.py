@@ -129,11 +129,14 @@ class World:
         ):
             yield Client(reader, writer)
 
+    async def ask(self, sent: bytes) -> Answer:
+        async with self.client() as client:
+            client.writer.write(sent)
+            return await client.answer()
+
     async def seen_since(self, count: int) -> list[str]:
         """What reached the replica; after a request of another connection has come back from there."""
-        async with self.client() as fence:
-            fence.writer.write(get(target=b"/echo/fence"))
-            assert (await fence.answer()).status == 200
+        assert (await self.ask(get(target=b"/echo/fence"))).status == 200
         seen = [f"{head.method} {head.path}" for head in self.replica.seen[count:]]
         seen.remove("GET /echo/fence")
         return seen
@@ -251,9 +254,7 @@ async def test_what_follows_a_refused_upgrade_later_is_not_waited_for(world: Wor
 
 
 async def test_a_connection_that_says_keep_alive_in_http_1_0_is_told_so(world: World) -> None:
-    async with world.client() as client:
-        client.writer.write(get(b"Connection: keep-alive\r\n", version=b"HTTP/1.0"))
-        answer = await client.answer()
+    answer = await world.ask(get(b"Connection: keep-alive\r\n", version=b"HTTP/1.0"))
     assert answer[b"connection"] == b"keep-alive"
 
 
@@ -267,28 +268,21 @@ async def test_headers_of_one_connection_end_at_the_proxy(world: World) -> None:
         b"X-One: 1",
     ]
     lines = b"".join(line + b"\r\n" for line in [*own, b"Connection: upgrade, x-one", b"X-Two: 2"])
-    async with world.client() as client:
-        client.writer.write(get(lines))
-        answer = await client.answer()
-    assert answer.status == 200
+    assert (await world.ask(get(lines))).status == 200
     names = {name for name, _ in world.replica.seen[-1].headers}
     assert not names & {line.partition(b":")[0].lower() for line in own} | names & {b"connection"}
     assert b"x-two" in names
 
 
 async def test_the_host_of_an_absolute_target_counts_instead_of_the_header(world: World) -> None:
-    async with world.client() as client:
-        client.writer.write(get(b"X-A: 1\r\n", target=b"http://other.example:81/echo/case"))
-        await client.answer()
+    await world.ask(get(b"X-A: 1\r\n", target=b"http://other.example:81/echo/case"))
     headers = world.replica.seen[-1].headers
     assert [value for name, value in headers if name == b"host"] == [b"other.example:81"]
     assert (b"x-a", b"1") in [(name, bytes(value)) for name, value in headers]
 
 
 async def test_repeated_headers_are_kept_in_order(world: World) -> None:
-    async with world.client() as client:
-        client.writer.write(get(b"Cookie: a=1\r\nX-Many: 1\r\nX-Many: 2\r\nCookie: b=2\r\n"))
-        await client.answer()
+    await world.ask(get(b"Cookie: a=1\r\nX-Many: 1\r\nX-Many: 2\r\nCookie: b=2\r\n"))
     headers = world.replica.seen[-1].headers
     assert [value for name, value in headers if name == b"x-many"] == [b"1", b"2"]
     assert [value for name, value in headers if name == b"cookie"] == [b"a=1", b"b=2"]

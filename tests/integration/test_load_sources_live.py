@@ -23,7 +23,7 @@ from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 from tests.support.servers.prometheus_server import PrometheusServer, scrape_config
 
-pytestmark = [pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 INTERVAL_S = 1.0
 LOOK_BACK_S = 4.0

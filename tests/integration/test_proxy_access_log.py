@@ -53,17 +53,20 @@ class Log:
 
 
 @asynccontextmanager
-async def logged(shared_server: NatsServer, **options) -> AsyncIterator[tuple[Stack, Log]]:
+async def logged(shared_server: NatsServer) -> AsyncIterator[tuple[Stack, Log]]:
     log = Log()
-    async with running_stack(shared_server, write_access=log.write, **options) as stack:
+    async with running_stack(shared_server, write_access=log.write) as stack:
+        await stack.serve(R0)
         yield stack, log
         await stack.client.jetstream().delete_key_value(stack.subjects.bucket)
 
 
 @pytest.fixture
 async def world(shared_server: NatsServer) -> AsyncIterator[tuple[Stack, Log]]:
-    async with logged(shared_server) as world:
-        yield world
+    """A proxy with one replica and its log, which is on."""
+    async with logged(shared_server) as (stack, log):
+        await switch(stack)
+        yield stack, log
 
 
 async def switch(stack: Stack, *, on: bool = True, **options) -> None:
@@ -85,19 +88,18 @@ def asking(path: str, request_id: str, *headers: bytes) -> bytes:
 
 
 async def test_it_is_off_until_it_is_switched_on_and_off_again_while_the_proxy_runs(
-    world: tuple[Stack, Log],
+    shared_server: NatsServer,
 ) -> None:
-    stack, log = world
-    await stack.serve(R0)
-    await stack.get("/echo", headers=named("before"))
-    await switch(stack)
-    await stack.get("/echo", headers=named("during"))
-    await log.line_of("during")
-    await switch(stack, on=False)
-    await stack.get("/echo", headers=named("after"))
-    await switch(stack)
-    await stack.get("/echo", headers=named("again"))
-    await log.line_of("again")
+    async with logged(shared_server) as (stack, log):
+        await stack.get("/echo", headers=named("before"))
+        await switch(stack)
+        await stack.get("/echo", headers=named("during"))
+        await log.line_of("during")
+        await switch(stack, on=False)
+        await stack.get("/echo", headers=named("after"))
+        await switch(stack)
+        await stack.get("/echo", headers=named("again"))
+        await log.line_of("again")
     assert [line["request_id"] for line in log.lines] == ["during", "again"]
 
 
@@ -106,7 +108,6 @@ async def test_an_answered_request_has_a_line_by_every_way_and_none_of_its_secre
     world: tuple[Stack, Log], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack, log = world
-    await stack.serve(R0)
     monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", "https://a.example")
     chain = ["serve_proxy.middlewares.cors:cors"] if way == "middlewares" else []
     await switch(stack, middlewares=chain)
@@ -142,8 +143,6 @@ async def test_an_answered_request_has_a_line_by_every_way_and_none_of_its_secre
 @pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["short", "long"])
 async def test_a_request_without_a_route_says_so(world: tuple[Stack, Log], headers: dict[str, str]) -> None:
     stack, log = world
-    await stack.serve(R0)
-    await switch(stack)
     _, body, _ = await stack.get("/nowhere/" + "x" * 3000, headers={**headers, **named("lost")})
     line = await log.line_of("lost")
     assert (line["status"], line["error"], line["bytes_out"]) == (404, "no_route", len(body))
@@ -156,8 +155,8 @@ async def test_refusals_say_why_and_a_client_that_left_is_told_apart(
     world: tuple[Stack, Log], headers: tuple[bytes, ...]
 ) -> None:
     stack, log = world
-    (replica,) = await stack.serve(R0, limit=1, queue=1)
-    await switch(stack)
+    (replica,) = stack.replicas
+    await stack.applied(await stack.put_backend(R0, limit=1, queue=1))
     async with raw_connection(stack.url) as (_, first), raw_connection(stack.url) as (reader, second):
         first.write(asking("/echo/hold", "leaves", *headers))
         await replica.wait(lambda: len(replica.held) == 1)
@@ -187,8 +186,6 @@ async def test_a_stream_has_one_line_with_all_its_bytes(
     world: tuple[Stack, Log], headers: dict[str, str]
 ) -> None:
     stack, log = world
-    await stack.serve(R0)
-    await switch(stack)
     _, body, _ = await stack.get(f"/echo/big?{2 * MIB}", headers={**headers, **named("whole")})
     line = await log.line_of("whole")
     assert (line["kind"], line["status"], line["bytes_out"]) == ("stream", 200, len(body))
@@ -197,8 +194,7 @@ async def test_a_stream_has_one_line_with_all_its_bytes(
 
 async def test_a_stream_that_ends_early_says_how_far_it_came(world: tuple[Stack, Log]) -> None:
     stack, log = world
-    (replica,) = await stack.serve(R0)
-    await switch(stack)
+    (replica,) = stack.replicas
     async with raw_connection(stack.url) as (reader, writer):
         writer.write(asking("/echo/break", "broken"))
         assert b" 200 " in await reader.readline()
@@ -216,8 +212,7 @@ async def test_a_stream_that_ends_early_says_how_far_it_came(world: tuple[Stack,
 
 async def test_a_socket_has_one_line_when_it_ends(world: tuple[Stack, Log]) -> None:
     stack, log = world
-    (replica,) = await stack.serve(R0)
-    await switch(stack)
+    (replica,) = stack.replicas
     async with stack.session.ws_connect(stack.url + "/echo/ws?token=secret", headers=named("talk")) as ws:
         for text in ("a", "grüß"):
             await ws.send_str(text)
@@ -244,8 +239,6 @@ async def test_a_socket_has_one_line_when_it_ends(world: tuple[Stack, Log]) -> N
 
 async def test_what_cannot_be_read_has_a_line_too(world: tuple[Stack, Log]) -> None:
     stack, log = world
-    await stack.serve(R0)
-    await switch(stack)
     for request in (b"nonsense\r\n\r\n", b"GET /echo HTTP/1.1\r\nHost: a b\r\n\r\n"):
         async with raw_connection(stack.url) as (reader, writer):
             writer.write(request)
@@ -258,8 +251,6 @@ async def test_what_cannot_be_read_has_a_line_too(world: tuple[Stack, Log]) -> N
 
 async def test_in_a_drain_a_socket_is_refused_for_that(world: tuple[Stack, Log]) -> None:
     stack, log = world
-    await stack.serve(R0)
-    await switch(stack)
     async with raw_connection(stack.url) as (reader, writer):
         writer.write(asking("/echo", "first"))
         await log.line_of("first")
@@ -272,7 +263,6 @@ async def test_in_a_drain_a_socket_is_refused_for_that(world: tuple[Stack, Log])
 
 async def test_what_waits_is_written_before_the_proxy_ends(shared_server: NatsServer) -> None:
     async with logged(shared_server) as (stack, log):
-        await stack.serve(R0)
         await switch(stack)
         for number in range(50):
             await stack.get("/echo", headers=named(f"r{number}"))

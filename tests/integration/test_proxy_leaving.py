@@ -28,6 +28,19 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.timeout(180)
 
 
+def proxy_environment(server: NatsServer, proxy_id: str, **more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "MUSTER_NATS_URL": server.url,
+        "MUSTER_NATS_PASSWORD": "unused",
+        "MUSTER_HTTP_PORT": "0",
+        "MUSTER_OPS_PORT": "0",
+        "MUSTER_PROXY_ID": proxy_id,
+        "MUSTER_DRAIN_TIMEOUT_S": "10",
+        **more,
+    }
+
+
 class ProxyProcess:
     """A proxy as a process of its own."""
 
@@ -36,17 +49,12 @@ class ProxyProcess:
         self.port = 0
 
     async def start(self, server: NatsServer) -> None:
-        environment = {
-            **os.environ,
-            "MUSTER_NATS_URL": server.url,
-            "MUSTER_NATS_PASSWORD": "unused",
-            "MUSTER_HTTP_PORT": "0",
-            "MUSTER_OPS_PORT": "0",
-            "MUSTER_PROXY_ID": self.proxy_id,
-            "MUSTER_DRAIN_TIMEOUT_S": "10",
-        }
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "serve_proxy",
+            env=proxy_environment(server, self.proxy_id),
+            stderr=asyncio.subprocess.PIPE,
         )
         assert self.process.stderr is not None
         async with asyncio.timeout(90):

@@ -19,7 +19,7 @@ import pytest
 
 from serve_common.protocol.reports import ProxyReport
 from serve_common.runtime.tasks import TaskOwner
-from tests.integration.test_proxy_leaving import Load
+from tests.integration.test_proxy_leaving import Load, proxy_environment
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.proxy_stack import R0, R1, Stack
 from tests.support.waiting import eventually
@@ -37,16 +37,9 @@ class ProxyProcesses:
         self._tasks = TaskOwner("test")
 
     async def start(self, server: NatsServer, count: int = 2, http_port: int = 0) -> None:
-        environment = {
-            **os.environ,
-            "MUSTER_NATS_URL": server.url,
-            "MUSTER_NATS_PASSWORD": "unused",
-            "MUSTER_HTTP_PORT": str(http_port),
-            "MUSTER_OPS_PORT": "0",
-            "MUSTER_PROXY_ID": "many",
-            "MUSTER_PROXY_PROCESSES": str(count),
-            "MUSTER_DRAIN_TIMEOUT_S": "10",
-        }
+        environment = proxy_environment(
+            server, "many", MUSTER_HTTP_PORT=str(http_port), MUSTER_PROXY_PROCESSES=str(count)
+        )
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE, limit=2**20
         )

@@ -454,9 +454,7 @@ class Driver:
             endpoint_tag="default/app",
             request_id=f"r-{request.token}",
         )
-        first, *rest = split_body(body)
-        request.send(head, first)
-        request.rest = rest  # type: ignore[attr-defined]
+        request.send(head, split_body(body)[0])
         return request
 
     async def call(self, tag: ReplicaTag, path: str = "/app", **options: Any) -> tuple[Head, bytes]:
@@ -557,8 +555,9 @@ async def test_a_replica_outlives_its_identity_and_loses_nothing(stack: Stack, d
     assert requests > 10 * len(renewed)
 
 
-async def test_async_code_answers_a_request_with_method_path_query_and_headers(driver: Driver) -> None:
-    echo = driver.replica("Echo", init_kwargs={"greeting": "hi"})
+async def test_async_code_knows_method_path_query_headers_and_its_environment(driver: Driver) -> None:
+    options = RayActorOptions(num_cpus=0.1, runtime_env={"env_vars": {"FLAVOUR": "vanilla"}})
+    echo = driver.replica("Echo", init_kwargs={"greeting": "hi"}, ray_actor_options=options)
     await driver.run(echo)
 
     head, body = await driver.call(echo.replica_tag, "/app/a%20b", query="q=1", method="PUT")
@@ -568,7 +567,7 @@ async def test_async_code_answers_a_request_with_method_path_query_and_headers(d
     assert dict(head.headers)[b"content-type"] == b"application/json"
     assert json.loads(body) == {
         "greeting": "hi", "method": "PUT", "path": "/app/a b", "query": {"q": "1"},
-        "header": "b", "cancelled": 0, "env": None,
+        "header": "b", "cancelled": 0, "env": "vanilla",
     }  # fmt: skip
 
 
@@ -605,30 +604,24 @@ async def test_errors_of_user_code_arrive_as_what_they_are(driver: Driver) -> No
     assert "JSON" in unsendable.message
 
 
-async def test_a_raising_constructor_is_reported_with_the_users_traceback(driver: Driver) -> None:
-    broken, missing = driver.replica("Broken"), driver.replica("Absent")
-    await driver.goal(broken, missing)
+async def test_a_failed_import_and_a_raising_constructor_are_reported_with_their_reason(
+    driver: Driver,
+) -> None:
+    broken, missing, lost = (driver.replica(name) for name in ("Broken", "Absent", "Echo"))
+    config = msgspec.structs.replace(lost.replica_config, import_path="no_such_module:App")
+    await driver.goal(broken, missing, msgspec.structs.replace(lost, replica_config=config))
 
     failed = await driver.until_status(broken.replica_tag, ReplicaStatus.FAILED)
     absent = await driver.until_status(missing.replica_tag, ReplicaStatus.FAILED)
+    unimported = await driver.until_status(lost.replica_tag, ReplicaStatus.FAILED)
 
     assert failed.error.endswith("RuntimeError: the model file is missing")
     assert "in load" in failed.error
     assert "serve_replica_host" not in failed.error
     assert "has no Absent" in absent.error
+    assert unimported.error.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
-
-
-async def test_an_import_that_fails_is_reported(driver: Driver) -> None:
-    replica = driver.replica("Echo")
-    config = msgspec.structs.replace(replica.replica_config, import_path="no_such_module:App")
-    replica = msgspec.structs.replace(replica, replica_config=config)
-    await driver.goal(replica)
-
-    failed = await driver.until_status(replica.replica_tag, ReplicaStatus.FAILED)
-
-    assert failed.error.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
 async def test_reconfigure_changes_a_running_replica_and_keeps_its_process(driver: Driver) -> None:
@@ -701,7 +694,7 @@ async def test_large_bodies_travel_both_ways_in_frames_under_credit(driver: Driv
     sent = random.Random(3).randbytes(3 * 1024 * 1024 + 17)
 
     request = driver.request(echo.replica_tag, "/app/body", body=sent)
-    rest = request.rest  # type: ignore[attr-defined]
+    _, *rest = split_body(sent)
     for number, piece in enumerate(rest, 1):
         await request.wait_credit()
         request.send(BodyHead(number, number == len(rest)), piece)
@@ -934,14 +927,6 @@ async def test_replicas_start_also_when_the_processes_that_wait_for_them_were_ki
     await driver.run(*(driver.replica("Echo") for _ in range(3)))
 
 
-async def test_environment_variables_of_a_replica_are_set(driver: Driver) -> None:
-    options = RayActorOptions(num_cpus=0.1, runtime_env={"env_vars": {"FLAVOUR": "vanilla"}})
-    echo = driver.replica("Echo", ray_actor_options=options)
-    await driver.run(echo)
-
-    assert json.loads((await driver.call(echo.replica_tag))[1])["env"] == "vanilla"
-
-
 async def test_a_sick_replica_is_reported_unhealthy(driver: Driver) -> None:
     sick = driver.replica("Sick", health_check_period_s=0.1)
     await driver.goal(sick)
@@ -974,11 +959,12 @@ async def test_metrics_keep_the_totals_of_ended_replicas(driver: Driver, stack: 
     await driver.until(lambda report: not report.replicas)
 
     def answered() -> float:
-        text = stack.get("/metrics")[1]
-        lines = [
-            x for x in text.splitlines() if x.startswith("serve_replica_requests_total") and 'code="200"' in x
-        ]
-        return sum(float(line.split()[-1]) for line in lines)
+        shown = samples(stack, "counter").items()
+        return sum(
+            value
+            for name, value in shown
+            if name.startswith("serve_replica_requests_total") and "('code', '200')" in name
+        )
 
     total = answered()
     text = stack.get("/metrics")[1]
@@ -990,19 +976,20 @@ async def test_metrics_keep_the_totals_of_ended_replicas(driver: Driver, stack: 
     assert answered() == total
 
 
-async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack: Stack) -> None:
-    def samples(*kinds: str) -> dict[str, float]:
-        families = text_string_to_metric_families(stack.get("/metrics")[1])
-        return {
-            f"{sample.name}{sorted(sample.labels.items())}": sample.value
-            for family in families
-            if family.type in kinds
-            for sample in family.samples
-            if sample.name.startswith("serve_")
-        }
+def samples(stack: Stack, *kinds: str) -> dict[str, float]:
+    """What the host's page shows of metrics of these kinds."""
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in text_string_to_metric_families(stack.get("/metrics")[1])
+        if family.type in kinds
+        for sample in family.samples
+        if sample.name.startswith("serve_")
+    }
 
+
+async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack: Stack) -> None:
     async def until(is_so: Callable[[dict[str, float]], bool]) -> None:
-        await eventually(lambda: is_so(samples("counter", "gauge", "histogram")), within_s=WITHIN_S)
+        await eventually(lambda: is_so(samples(stack, "counter", "gauge", "histogram")), within_s=WITHIN_S)
 
     echo = driver.replica("Echo")
     await driver.run(echo)
@@ -1011,17 +998,17 @@ async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack
         f"serve_replica_{name}{backend}" for name in ("ongoing_seconds_total", "in_flight_requests")
     )
     await until(lambda shown: ongoing in shown)
-    at_first = samples("counter")[ongoing]
+    at_first = samples(stack, "counter")[ongoing]
     await driver.call(echo.replica_tag)
     driver.request(echo.replica_tag, "/app/slow", query="s=600", timeout_s=600.0)
     await until(lambda shown: shown[ongoing] >= at_first + 0.5 and shown.get(in_flight) == 1.0)
-    before = samples("counter", "histogram")
+    before = samples(stack, "counter", "histogram")
 
     running = await driver.until_status(echo.replica_tag, ReplicaStatus.RUNNING)
     os.kill(running.pid, signal.SIGKILL)
     await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD)
     await until(lambda shown: in_flight not in shown)
-    after = samples("counter", "histogram")
+    after = samples(stack, "counter", "histogram")
 
     assert {name: after.get(name, -1.0) for name in before if after.get(name, -1.0) < before[name]} == {}
     deaths = f"serve_replica_failures_total{[*backend, ('reason', 'death')]}"

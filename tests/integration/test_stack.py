@@ -225,6 +225,10 @@ async def killed(stack: Stack, name: str) -> None:
     """Until the next one of it is there, and so all that belonged to the one that was killed is gone."""
     before = stack.pid(name)
     os.kill(before, signal.SIGKILL)
+    await replaced(stack, name, before)
+
+
+async def replaced(stack: Stack, name: str, before: int) -> None:
     await eventually(
         lambda: stack.pid(name) not in (0, before) and stack.is_ready(), within_s=HEAL_LIMIT_S, every_s=0.1
     )
@@ -354,11 +358,7 @@ async def test_a_killed_raylet_ends_its_host_and_the_next_one_serves(stack: Stac
     raylets = [child for child in psutil.Process(host).children(recursive=True) if child.name() == "raylet"]
     assert len(raylets) == 1
     raylets[0].kill()
-    await eventually(
-        lambda: stack.pid("replica-host") not in (0, host) and stack.is_ready(),
-        within_s=HEAL_LIMIT_S,
-        every_s=0.1,
-    )
+    await replaced(stack, "replica-host", host)
     await until_healed(stack)
 
 
