@@ -304,11 +304,6 @@ async def all_heard(stack: Stack) -> None:
     await until_known(stack.client)
 
 
-async def upload(pieces: int) -> AsyncIterator[bytes]:
-    for _ in range(pieces):
-        yield bytes(MIB)
-
-
 async def test_a_hundred_first_requests_of_every_kind_are_held_and_all_served(
     stack: Stack, wakes: Wakes, group: asyncio.TaskGroup
 ) -> None:
@@ -320,7 +315,7 @@ async def test_a_hundred_first_requests_of_every_kind_are_held_and_all_served(
 
     requests = [first]
     requests += [group.create_task(stack.get("/echo", "POST", data=b"%d" % i)) for i in range(96)]
-    large = group.create_task(stack.get("/echo/sink", "POST", data=upload(5)))
+    large = group.create_task(stack.get("/echo/sink", "POST", data=iter_of(bytes(5 * MIB))))
     plain = group.create_task(stack.client.request("serve.call.default.echo", b"by NATS", timeout=30))
     socket = group.create_task(stack.session.ws_connect(stack.url + "/echo/ws"))
     await stack.queued(100)
