@@ -6,17 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from docs.generator.structs import GENERATED
-from serve_common.telemetry.catalogue import (
-    AUTOSCALER_METRICS,
-    CATALOGUE,
-    CONTROLLER_METRICS,
-    EVERYWHERE_METRICS,
-    HOST_METRICS,
-    LIBRARY_GROUPS,
-    NATS_METRICS,
-    PROXY_METRICS,
-    REPLICA_METRICS,
-)
+from serve_common.telemetry.catalogue import CATALOGUE
+from serve_common.telemetry.catalogue.controllers import AUTOSCALER_METRICS, CONTROLLER_METRICS
+from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
+from serve_common.telemetry.catalogue.proxies import PROXY_METRICS
+from serve_common.telemetry.catalogue.replicas import REPLICA_METRICS
+from serve_common.telemetry.catalogue.services import EVERYWHERE_METRICS, HOST_METRICS, LIBRARY_GROUPS
 from serve_common.telemetry.catalogue.specs import LABELS, MetricKind, MetricSpec
 
 _HEAD: Final = f"""\

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_common.telemetry.catalogue import NATS_METRICS
+from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.servers.reserved_port import HeldPort

@@ -19,7 +19,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self
 
-from serve_common.telemetry.catalogue import OWN_PREFIX, SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
+from serve_common.telemetry.catalogue import OWN_PREFIX
+from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
 from serve_common.telemetry.metrics import Aggregate, process_metrics
 
 METRICS_MAX: Final = 200

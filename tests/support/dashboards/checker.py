@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from serve_common.telemetry.catalogue import Exporter, MetricKind, MetricSpec, get_spec
+from serve_common.telemetry.catalogue import get_spec
+from serve_common.telemetry.catalogue.specs import Exporter, MetricKind, MetricSpec
 from tests.support.dashboards.promql_words import Selector, grouping_labels, selectors
 from tests.support.dashboards.reading import Question, all_questions, panels
 

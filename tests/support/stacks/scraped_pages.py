@@ -8,7 +8,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from serve_common.telemetry.catalogue import CATALOGUE, OWN_PREFIX, Exporter, MetricSpec, get_spec
+from serve_common.telemetry.catalogue import CATALOGUE, OWN_PREFIX, get_spec
+from serve_common.telemetry.catalogue.specs import Exporter, MetricSpec
 
 ON_PAGE = {
     "proxy": {Exporter.PROXY},

@@ -378,9 +378,9 @@ _TOKEN_BATCH: Final = 256
 """Tokens generated per call of the system's random source: one call per request would double the cost."""
 
 
-def generate_tokens(count: int = _TOKEN_BATCH) -> list[bytes]:
-    """Generate ``count`` tokens, each of 64 bits from the system's random source: collisions are negligible."""
-    text = os.urandom(count * _TOKEN_BYTES).hex().encode()
+def generate_tokens() -> list[bytes]:
+    """Generate a batch of tokens, each of 64 bits from the system's random source: collisions are negligible."""
+    text = os.urandom(_TOKEN_BATCH * _TOKEN_BYTES).hex().encode()
     size = 2 * _TOKEN_BYTES
     return [text[at : at + size] for at in range(0, len(text), size)]
 

@@ -94,17 +94,16 @@ class FileLogin:
 class MintingLogin:
     """Logs in with a user that is minted for each connection."""
 
-    def __init__(self, key: SigningKey, lifetime_s: float = OWN_LIFETIME_S) -> None:
+    def __init__(self, key: SigningKey) -> None:
         """Users are named after the key."""
         self._key = key
-        self._lifetime_s = lifetime_s
 
     def fields(self, nonce: str) -> dict[str, str]:
-        user = mint_now(self._key, self._key.name, lifetime_s=self._lifetime_s)
+        user = mint_now(self._key, self._key.name, lifetime_s=OWN_LIFETIME_S)
         return {"jwt": user.jwt, "sig": sign_nonce(user.seed, nonce)}
 
     def renew_in_s(self) -> float | None:
-        return self._lifetime_s / 2
+        return OWN_LIFETIME_S / 2
 
 
 @final

@@ -44,28 +44,22 @@ class LoopLag:
 class ThreadLoopLag:
     """Records the lag of a loop in another thread, at one callback per measurement."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        observe: Callable[[float], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, observe: Callable[[float], None]) -> None:
         """``observe`` takes seconds, in the thread of ``loop``."""
         self._loop = loop
         self._observe = observe
-        self._now = now
         self._scheduled_at: float | None = None
 
     def measure(self) -> None:
         """Measure, unless a measurement is in progress. Raises RuntimeError when the loop is closed."""
         if self._scheduled_at is None:
-            self._scheduled_at = self._now()
+            self._scheduled_at = time.monotonic()
             self._loop.call_soon_threadsafe(self._record)
 
     def _record(self) -> None:
         scheduled_at, self._scheduled_at = self._scheduled_at, None
         if scheduled_at is not None:
-            self._observe(self._now() - scheduled_at)
+            self._observe(time.monotonic() - scheduled_at)
 
 
 HealthProbe = Callable[[], str | None]
@@ -80,22 +74,21 @@ _CHECK_INTERVAL_MAX_S: Final = 2.0
 class Heartbeat:
     """Records periodically that the loop on which `run` runs is not stuck."""
 
-    def __init__(self, stuck_after_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stuck_after_s: float) -> None:
         """After ``stuck_after_s`` seconds without a turn the loop counts as stuck."""
         self._stuck_after_s = stuck_after_s
-        self._now = now
-        self._last_run_at = now()
+        self._last_run_at = time.monotonic()
 
     async def run(self) -> None:
         """Run until cancelled."""
         every_s = min(self._stuck_after_s / _CHECKS, _CHECK_INTERVAL_MAX_S)
         while True:
-            self._last_run_at = self._now()
+            self._last_run_at = time.monotonic()
             await asyncio.sleep(every_s)
 
     def health_error(self) -> str | None:
         """The reason why not, or None; callable from any thread."""
-        stuck_s = self._now() - self._last_run_at
+        stuck_s = time.monotonic() - self._last_run_at
         return f"the loop has not turned for {stuck_s:.1f} s" if stuck_s >= self._stuck_after_s else None
 
 
@@ -114,19 +107,12 @@ class BusHealthCheck:
         is_connected: Callable[[], bool],
         ping: Callable[[float], Awaitable[None]],
         silent_after_s: float,
-        is_closed: Callable[[], bool] = lambda: False,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``ping`` returns when NATS has responded, and raises `BusUnavailable` after as many seconds as its argument.
-
-        ``is_closed`` returns true when the connection will not reconnect by itself.
-        """
+        """``ping`` returns when NATS responds, and raises `BusUnavailable` after as many seconds as its argument."""
         self._name = name
         self._is_connected = is_connected
-        self._is_closed = is_closed
         self._ping = ping
         self._silent_after_s = silent_after_s
-        self._now = now
         self._unanswered_since: float | None = None
 
     async def run(self) -> None:
@@ -139,10 +125,8 @@ class BusHealthCheck:
 
     def health_error(self) -> str | None:
         """The reason why not, or None; callable from any thread."""
-        if self._is_closed():
-            return f"{self._name}: the connection to NATS is closed for good"
         since = self._unanswered_since
-        silent_s = 0.0 if since is None else self._now() - since
+        silent_s = 0.0 if since is None else time.monotonic() - since
         if silent_s < self._silent_after_s:
             return None
         return f"{self._name}: connected to NATS, which has not answered a ping for {silent_s:.1f} s"
@@ -151,7 +135,7 @@ class BusHealthCheck:
         if not self._is_connected():
             self._unanswered_since = None
             return
-        started_at = self._now()
+        started_at = time.monotonic()
         try:
             await self._ping(within_s)
         except BusUnavailable:

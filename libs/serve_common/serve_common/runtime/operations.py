@@ -29,7 +29,6 @@ from serve_common.runtime.health import HealthProbe, Heartbeat, LoopLag
 from serve_common.runtime.settings import OperationsSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread
-from serve_common.telemetry.catalogue import MetricKind, MetricSpec
 from serve_common.telemetry.catalogue.services import (
     BUS_CONNECTED,
     BUS_IDENTITIES,
@@ -38,8 +37,8 @@ from serve_common.telemetry.catalogue.services import (
     REFUSED_MESSAGES,
     SPANS_DROPPED,
 )
+from serve_common.telemetry.catalogue.specs import MetricKind, MetricSpec
 from serve_common.telemetry.log_lines import RefusedMessages, dropped_lines
-from serve_common.telemetry.metrics import Observations
 
 if TYPE_CHECKING:
     from serve_common.telemetry.otlp import Counts, OtlpTracing
@@ -338,7 +337,9 @@ class _ProcessCollector(Collector):
         self._connections = connections
 
     def collect(self) -> Iterable[Metric]:
-        yield _lag_family(self._lag.observations)
+        lag, observed = build_histogram_family(LOOP_LAG), self._lag.observations
+        add_observations(lag, [], LOOP_LAG.buckets, list(observed.counts), observed.total)
+        yield lag
         connections = self._connections.items()
         yield build_family(BUS_CONNECTED, (([name], is_connected()) for name, is_connected in connections))
         yield build_single(BUS_IDENTITIES, has_identity())
@@ -347,12 +348,6 @@ class _ProcessCollector(Collector):
         yield build_family(
             REFUSED_MESSAGES, (([kind], count) for kind, count in self._refused.counts.items())
         )
-
-
-def _lag_family(observations: Observations) -> Metric:
-    family = build_histogram_family(LOOP_LAG)
-    add_observations(family, [], LOOP_LAG.buckets, list(observations.counts), observations.total)
-    return family
 
 
 def register_trace_metrics(registry: CollectorRegistry, tracing: OtlpTracing | None) -> None:

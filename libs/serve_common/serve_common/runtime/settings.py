@@ -12,7 +12,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import msgspec
 
@@ -75,14 +75,11 @@ class Environment:
             return default
         try:
             value = int(text) if whole else float(text)
-        except ValueError:
-            self._refuse(name, f"{text[:40]!r} is not a number")
+        except ValueError as error:
+            raise BadField(name, f"{text[:40]!r} is not a number") from error
         if not low <= value <= high:
-            self._refuse(name, f"is {shown(value)}; it must be between {low:g} and {high:g}")
+            raise BadField(name, f"is {shown(value)}; it must be between {low:g} and {high:g}")
         return value
-
-    def _refuse(self, name: str, reason: str) -> NoReturn:
-        raise BadField(name, reason)
 
     def identity(self, name: str) -> str:
         """A name part for this process: the variable, or else one made of the machine's name, or else a random one.
@@ -149,13 +146,14 @@ def read_bus_settings(
     servers = [url.strip() for url in urls.split(",") if url.strip()]
     if not servers:
         raise BadField("MUSTER_NATS_URL", "names no server")
-    is_plain = _has_secret(environment, f"{prefix}_PASSWORD")
+    password = f"{prefix}_PASSWORD"
+    is_plain = any(environment.optional(each) for each in (password, f"{password}_FILE"))
     credentials = None if is_plain else read_credentials(environment, role, name)
     user = environment.text(f"{prefix}_USER", role.value)
     return BusSettings(
         servers=servers,
         user=f"{role.value} {name}".rstrip() if credentials else user,
-        password=environment.secret(f"{prefix}_PASSWORD") if is_plain else "",
+        password=environment.secret(password) if is_plain else "",
         credentials=credentials,
         inbox_prefix=inbox_prefix(role, name),
         subject_prefix=check_name(
@@ -185,10 +183,6 @@ def read_credentials(environment: Environment, role: Role, name: str) -> Credent
         "MUSTER_NATS_CREDS_FILE",
         "is not set, nor is MUSTER_NATS_KEYS_FILE or, for a plain user, MUSTER_NATS_PASSWORD or its _FILE",
     )
-
-
-def _has_secret(environment: Environment, name: str) -> bool:
-    return any(environment.optional(each) for each in (name, f"{name}_FILE"))
 
 
 def _read(path: str, field: str) -> str:

@@ -82,7 +82,8 @@ class LogForwarder:
         self._unsent: deque[bytes] = deque()
         self._dropped = 0
         self._unpublished = 0
-        self._is_child = False
+        self.is_in_forked_child = False
+        """Whether this process was forked from the one that made the forwarder: it may end without warning."""
         os.register_at_fork(after_in_child=self._reset_in_child)
 
     def offer(self, line: bytes) -> None:
@@ -128,18 +129,13 @@ class LogForwarder:
             finally:
                 self._round.release()
 
-    @property
-    def is_in_forked_child(self) -> bool:
-        """Whether this process was forked from the one that made the forwarder: it may end without warning."""
-        return self._is_child
-
     def _reset_in_child(self) -> None:
         """Reset after a fork: it copies neither the thread nor a lock's owner, and bus and lines are the parent's."""
         self._lock, self._round, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = self._sink = None
         self._waiting, self._unsent = deque(), deque()
         self._waiting_bytes = self._dropped = self._unpublished = 0
-        self._is_child = True
+        self.is_in_forked_child = True
 
     def _run(self) -> None:
         while True:

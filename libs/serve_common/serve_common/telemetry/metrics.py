@@ -19,12 +19,14 @@ from typing import Final, TypeVar, final
 
 import structlog
 
-from serve_common.telemetry.catalogue import MetricKind, MetricSpec
+from serve_common.telemetry.catalogue.specs import MetricKind, MetricSpec
 
 _log = structlog.get_logger(__name__)
 
 SERIES_MAX: Final = 1_000
 """Limit of sets of label values of one metric."""
+_OWN_LABEL: Final = "backend_tag"
+"""Added at export."""
 OTHER: Final = "other"
 """Replaces each label value beyond that limit."""
 
@@ -68,23 +70,22 @@ class Observations:
 class Measure(ABC):
     """One metric of this process. Methods of its kinds may be called from any thread."""
 
-    def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
-        """``labels`` are the names of labels that callers give values for; ``lock`` guards this metric's values."""
+    def __init__(self, spec: MetricSpec, series_max: int) -> None:
         self.spec: Final = spec
-        self.labels: Final = labels
+        self.labels: Final = tuple(label for label in spec.labels if label != _OWN_LABEL)
+        """Labels that callers give values for."""
         self.aggregate = Aggregate.SUM
-        self.lock = lock
+        self.lock = threading.Lock()
+        """Guards this metric's values."""
         self._series_max = series_max
         self._seen: set[LabelValues] = set()
-        self._others: Final = (OTHER,) * len(labels)
+        self._others: Final = (OTHER,) * len(self.labels)
 
     @abstractmethod
     def _has_pending(self) -> bool: ...
 
-    def _known(self, key: LabelValues) -> LabelValues:
-        """With the lock held: ``key``, or the key for all others where there are too many already."""
-        if key in self._seen:
-            return key
+    def _admit(self, key: LabelValues) -> LabelValues:
+        """With the lock held: ``key``, which is new, or the key for all others where there are too many already."""
         if len(self._seen) < self._series_max:
             self._seen.add(key)
             return key
@@ -100,8 +101,8 @@ class Measure(ABC):
 class LocalCounter(Measure):
     """A counter."""
 
-    def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
-        super().__init__(spec, labels, series_max, lock)
+    def __init__(self, spec: MetricSpec, series_max: int) -> None:
+        super().__init__(spec, series_max)
         self._pending: dict[LabelValues, float] = {}
 
     def add(self, value: float, key: LabelValues = ()) -> None:
@@ -109,7 +110,7 @@ class LocalCounter(Measure):
         with self.lock:
             pending = self._pending
             if key not in self._seen:
-                key = self._known(key)
+                key = self._admit(key)
             pending[key] = pending.get(key, 0.0) + value
 
     def drain(self) -> dict[LabelValues, float]:
@@ -126,8 +127,8 @@ class LocalCounter(Measure):
 class LocalGauge(Measure):
     """A gauge."""
 
-    def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
-        super().__init__(spec, labels, series_max, lock)
+    def __init__(self, spec: MetricSpec, series_max: int) -> None:
+        super().__init__(spec, series_max)
         self._values: dict[LabelValues, float] = {}
         self._changed: set[LabelValues] = set()
 
@@ -135,7 +136,7 @@ class LocalGauge(Measure):
         """Set the value of the series ``key``."""
         with self.lock:
             if key not in self._seen:
-                key = self._known(key)
+                key = self._admit(key)
             self._values[key] = value
             self._changed.add(key)
 
@@ -153,15 +154,15 @@ class LocalGauge(Measure):
 class LocalHistogram(Measure):
     """A histogram."""
 
-    def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
-        super().__init__(spec, labels, series_max, lock)
+    def __init__(self, spec: MetricSpec, series_max: int) -> None:
+        super().__init__(spec, series_max)
         self._pending: dict[LabelValues, Observations] = {}
 
     def observe(self, value: float, key: LabelValues = ()) -> None:
         """Count one value of the series ``key``."""
         with self.lock:
             if key not in self._seen:
-                key = self._known(key)
+                key = self._admit(key)
             observations = self._pending.get(key)
             if observations is None:
                 observations = self._pending[key] = Observations(self.spec.buckets)
@@ -179,7 +180,6 @@ class LocalHistogram(Measure):
 
 AnyMeasure = LocalCounter | LocalGauge | LocalHistogram
 _M = TypeVar("_M", LocalCounter, LocalGauge, LocalHistogram)
-_OWN_LABEL: Final = "backend_tag"
 
 
 class ProcessMetrics:
@@ -245,8 +245,7 @@ class ProcessMetrics:
                     raise MetricConflict(
                         f"the metric {spec.name!r} would have the name {name!r}, as {self._names[name]!r} has it"
                     )
-            labels = tuple(label for label in spec.labels if label != _OWN_LABEL)
-            measure = kind(spec, labels, series_max, threading.Lock())
+            measure = kind(spec, series_max)
             measure.aggregate = aggregate
             self._metrics[spec.name] = measure
             self._names.update(dict.fromkeys({spec.family, *spec.series}, spec.name))

@@ -452,12 +452,12 @@ def operation(
 
 
 @contextmanager
-def part(name: str, attributes: dict[str, Value] | None = None) -> Iterator[Span | None]:
+def part(name: str) -> Iterator[Span | None]:
     """A span around the block if there is a current operation; otherwise no trace is started."""
     if not trace.get_current_span().is_recording():
         yield None
         return
-    with operation(name, attributes) as span:
+    with operation(name) as span:
         yield span
 
 

@@ -36,7 +36,8 @@ from prometheus_client import Metric, multiprocess
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from serve_common.telemetry.catalogue import CATALOGUE, Exporter
+from serve_common.telemetry.catalogue import CATALOGUE
+from serve_common.telemetry.catalogue.specs import Exporter
 from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)

@@ -21,7 +21,6 @@ from prometheus_client.mmap_dict import MmapedDict
 
 from serve_common.names import BackendTag
 from serve_common.runtime.request_context import CurrentReplica
-from serve_common.telemetry.catalogue import MetricSpec
 from serve_common.telemetry.catalogue.proxies import QUEUED_SECONDS
 from serve_common.telemetry.catalogue.replicas import (
     HANDLE_QUEUE_DEPTH,
@@ -38,6 +37,7 @@ from serve_common.telemetry.catalogue.replicas import (
     REPLICA_WAITING,
 )
 from serve_common.telemetry.catalogue.services import SPANS_DROPPED
+from serve_common.telemetry.catalogue.specs import MetricSpec
 from serve_common.telemetry.metrics import (
     Aggregate,
     LocalCounter,

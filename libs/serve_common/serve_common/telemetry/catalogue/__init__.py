@@ -12,26 +12,8 @@ from serve_common.telemetry.catalogue.controllers import AUTOSCALER_METRICS, CON
 from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from serve_common.telemetry.catalogue.proxies import PROXY_METRICS
 from serve_common.telemetry.catalogue.replicas import REPLICA_METRICS
-from serve_common.telemetry.catalogue.services import EVERYWHERE_METRICS, HOST_METRICS, LIBRARY_GROUPS
-from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
-
-__all__ = [
-    "AUTOSCALER_METRICS",
-    "CATALOGUE",
-    "CONTROLLER_METRICS",
-    "EVERYWHERE_METRICS",
-    "HOST_METRICS",
-    "LIBRARY_GROUPS",
-    "NATS_METRICS",
-    "OWN_PREFIX",
-    "PROXY_METRICS",
-    "REPLICA_METRICS",
-    "SECONDS_BUCKETS",
-    "Exporter",
-    "MetricKind",
-    "MetricSpec",
-    "get_spec",
-]
+from serve_common.telemetry.catalogue.services import EVERYWHERE_METRICS, HOST_METRICS
+from serve_common.telemetry.catalogue.specs import MetricSpec
 
 OWN_PREFIX: Final = "serve_"
 """Prefix that users' own metrics must not have."""
