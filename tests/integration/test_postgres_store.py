@@ -12,7 +12,7 @@ import pytest
 
 from serve_common.errors import FencedOut, PermanentError, StoreUnavailable
 from serve_common.names import ControllerId, HostId
-from serve_controller.adapters import postgres_pool, postgres_store
+from serve_controller.adapters import postgres_store
 from serve_controller.adapters.postgres_store import MIGRATIONS, Migration, PostgresStore
 from serve_controller.core.objects import HostRecord, ObjectChanges
 from serve_controller.ports import HistoryEntry
@@ -54,8 +54,8 @@ async def store_on(dsn: str, password: str) -> AsyncIterator[PostgresStore]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The database may stand still for a moment. Where a time-out is what is shown, it is set, far below these."""
-    monkeypatch.setattr(postgres_pool, "CONNECT_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(postgres_pool, "COMMAND_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(postgres_store, "CONNECT_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(postgres_store, "COMMAND_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(postgres_store, "LEASE_TIMEOUT_S", PATIENCE_S)
 
 
@@ -211,7 +211,7 @@ async def test_a_record_that_is_blocked_gives_up_in_time_and_has_written_nothing
     async with store_on(*database) as impatient, connected(*database) as blocker:
         epoch = await store.acquire_leadership(A, 60)
         with monkeypatch.context() as patch:
-            patch.setattr(postgres_pool, "COMMAND_TIMEOUT_S", 1.2)
+            patch.setattr(postgres_store, "COMMAND_TIMEOUT_S", 1.2)
             async with blocker.transaction():
                 await blocker.execute("SELECT FROM leader FOR UPDATE")
                 with unavailable():
@@ -321,8 +321,8 @@ async def test_a_frozen_postgres_is_unavailable_in_bounded_time_and_works_again(
         breakable_postgres.freeze()
         try:
             with monkeypatch.context() as impatient:  # not before: what it is to answer may take it longer
-                impatient.setattr(postgres_pool, "CONNECT_TIMEOUT_S", 0.5)
-                impatient.setattr(postgres_pool, "CLOSE_TIMEOUT_S", 0.5)
+                impatient.setattr(postgres_store, "CONNECT_TIMEOUT_S", 0.5)
+                impatient.setattr(postgres_store, "CLOSE_TIMEOUT_S", 0.5)
                 impatient.setattr(postgres_store, "LEASE_TIMEOUT_S", 0.5)
                 with unavailable():
                     await store.renew_leadership(A, epoch, 60)

@@ -14,7 +14,7 @@ import pytest
 from serve_common.api.views import GoalStatus, HistoryView
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId, GoalId, HostId, replica_tag
-from serve_controller.adapters import postgres_pool, postgres_store
+from serve_controller.adapters import postgres_store
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
@@ -130,8 +130,8 @@ class PostgresWorld:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time-outs are not what is shown here, and the database may stand still for a moment."""
-    monkeypatch.setattr(postgres_pool, "CONNECT_TIMEOUT_S", 30.0)
-    monkeypatch.setattr(postgres_pool, "COMMAND_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(postgres_store, "CONNECT_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(postgres_store, "COMMAND_TIMEOUT_S", 30.0)
     monkeypatch.setattr(postgres_store, "LEASE_TIMEOUT_S", 30.0)
 
 

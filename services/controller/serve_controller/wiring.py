@@ -70,15 +70,17 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
     subjects = Subjects(settings.bus.subject_prefix)
     service: ControllerService | None = None
     bus: NatsBus | None = None
-    refused, closed = RefusedMessages(time.monotonic), asyncio.Event()
+    refused, closed, lag = RefusedMessages(time.monotonic), asyncio.Event(), LoopLag()
     metrics = ControllerMetrics(
         registry, lambda: None if service is None else service.term, SystemClock().now, refused
     )
     registry.register(AutoscalingCollector(lambda: service, SystemClock()))
-    nats_servers = _nats_servers(
-        settings, registry, leads=lambda: service is not None and service.term is not None
+    nats_servers = NatsMonitorReader(
+        settings.nats_monitors,
+        leads=lambda: service is not None and service.term is not None,
+        clock=time.monotonic,
     )
-    lag = LoopLag()
+    registry.register(NatsServersCollector(nats_servers.samples))
     register_process_metrics(
         registry, lag, {"control": lambda: bus is not None and bus.is_connected}, refused
     )
@@ -169,15 +171,6 @@ async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(fail_when_closed(), name="fail_when_closed")
         await service.run()
-
-
-def _nats_servers(
-    settings: ControllerSettings, registry: CollectorRegistry, leads: Callable[[], bool]
-) -> NatsMonitorReader:
-    """Build the reader of the NATS servers' state and register it with the metrics."""
-    reader = NatsMonitorReader(settings.nats_monitors, leads=leads, clock=time.monotonic)
-    registry.register(NatsServersCollector(reader.samples))
-    return reader
 
 
 def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:

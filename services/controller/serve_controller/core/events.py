@@ -99,79 +99,6 @@ def _was_rolled_back(known: Backend, backend: Backend) -> bool:
     return msgspec.structs.replace(known.last_good, config_version=number) == backend.target
 
 
-class ReplicaEventTexts:
-    """Texts of what one change means for replicas. Caches counts, however many replicas changed."""
-
-    def __init__(self, before: Checkpoint, after: Checkpoint) -> None:
-        self._before = before
-        self._after = after
-        self._num_wanted: dict[BackendTag, int] = {}
-
-    def transition_text(self, known: Replica | None, replica: Replica) -> str:
-        """Text of a replica's transition from the state of ``known`` (None: it is new)."""
-        was = None if known is None else known.state
-        match replica.state:
-            case ReplicaState.SHOULD_START:
-                return replica.message or "waits for a host"
-            case ReplicaState.STARTING:
-                return f"starts on {replica.host_id}"
-            case ReplicaState.RUNNING if was is ReplicaState.UPDATING:
-                return f"runs with its new configuration on {replica.host_id}"
-            case ReplicaState.RUNNING if was is ReplicaState.UNHEALTHY:
-                return f"is healthy again on {replica.host_id}"
-            case ReplicaState.RUNNING:
-                return f"runs on {replica.host_id}"
-            case ReplicaState.UPDATING:
-                return f"is given a new configuration on {replica.host_id}"
-            case ReplicaState.UNHEALTHY:
-                return replica.message or f"its health check fails on {replica.host_id}"
-            case ReplicaState.SHOULD_STOP:
-                return f"is to stop: {replica.message or self._stop_reason(replica, was)}"
-            case ReplicaState.STOPPING:
-                return f"finishes what it has on {replica.host_id}"
-            case ReplicaState.STOPPED:
-                return "is gone"
-
-    def end_text(self, replica: Replica) -> str:
-        """Text of a replica's end; ``replica`` is its last value."""
-        if replica.state not in WANTED:
-            return "has stopped"
-        if replica.state is ReplicaState.SHOULD_START:
-            return f"is not started: {self._stop_reason(replica, replica.state)}"
-        ended = f"ended on {replica.host_id} while it was {replica.state.value}"
-        known = self._before.backends.get(replica.backend_tag)
-        backend = self._after.backends.get(replica.backend_tag)
-        if known is not None and backend is not None and backend.start_failures > known.start_failures:
-            return f"{ended}: {last_line(backend.last_error)}"
-        return ended
-
-    def _stop_reason(self, replica: Replica, was: ReplicaState | None) -> str:
-        backend = self._after.backends.get(replica.backend_tag)
-        host = None if replica.host_id is None else self._after.hosts.get(replica.host_id)
-        if backend is None or backend.deleting:
-            return f"{replica.backend_tag} is deleted"
-        if backend.halted:
-            return f"{replica.backend_tag} is halted"
-        if host is not None and host.draining:
-            return f"the host {host.host_id} is drained"
-        if replica.code_version != backend.target.code_version:
-            versions = backend.versions()
-            old = next((v for v in versions if v.code_version == replica.code_version), None)
-            former = str(replica.code_version) if old is None else get_name(old)
-            return f"version {former} is replaced by {get_name(backend.target)}"
-        if was is ReplicaState.UNHEALTHY:
-            return "its health check fails"
-        if self._count_wanted(replica.backend_tag) >= backend.num_wanted:
-            return f"{backend.num_wanted} replicas are wanted"
-        return "another one is started in its place"
-
-    def _count_wanted(self, tag: BackendTag) -> int:
-        if tag not in self._num_wanted:
-            replicas = self._after.get_replicas(tag).values()
-            self._num_wanted[tag] = sum(replica.state in WANTED for replica in replicas)
-        return self._num_wanted[tag]
-
-
 EVENTS_LIMIT_MAX: Final = 1000
 """Most events in one reply."""
 
@@ -212,7 +139,8 @@ class _EventCollector:
         self._before = before
         self._after = after
         self._now = now
-        self._texts = ReplicaEventTexts(before, after)
+        self._num_wanted: dict[BackendTag, int] = {}
+        """Counted once for each backend, however many replicas changed."""
         self._found: list[tuple[_SortKey, EventView]] = []
 
     def events(self) -> list[EventView]:
@@ -235,7 +163,7 @@ class _EventCollector:
             case Replica():
                 known = self._before.get_replicas(value.backend_tag).get(value.replica_tag)
                 if known is None or known.state is not value.state:
-                    self._replica(value, value.state, self._texts.transition_text(known, value))
+                    self._replica(value, value.state, self._transition_text(known, value))
             case _:
                 return
 
@@ -251,7 +179,7 @@ class _EventCollector:
             tag = ReplicaTag(name)
             replica = self._before.get_replicas(parse_backend_tag(tag)).get(tag)
             if replica is not None:
-                self._replica(replica, ReplicaState.STOPPED, self._texts.end_text(replica))
+                self._replica(replica, ReplicaState.STOPPED, self._end_text(replica))
 
     def _goal(self, known: Goal | None, goal: Goal) -> None:
         about = f"{goal.kind.value} {goal.subject}".strip()
@@ -302,6 +230,72 @@ class _EventCollector:
         )
         # Goals are sorted by their numbers, not by their names.
         self._found.append(((sort_key[0], "" if kind == "goal" else sort_key[1], sort_key[2]), event))
+
+    # -- texts -----------------------------------------------------------------------------------------------------
+
+    def _transition_text(self, known: Replica | None, replica: Replica) -> str:
+        """Text of a replica's transition from the state of ``known`` (None: it is new)."""
+        was = None if known is None else known.state
+        match replica.state:
+            case ReplicaState.SHOULD_START:
+                return replica.message or "waits for a host"
+            case ReplicaState.STARTING:
+                return f"starts on {replica.host_id}"
+            case ReplicaState.RUNNING if was is ReplicaState.UPDATING:
+                return f"runs with its new configuration on {replica.host_id}"
+            case ReplicaState.RUNNING if was is ReplicaState.UNHEALTHY:
+                return f"is healthy again on {replica.host_id}"
+            case ReplicaState.RUNNING:
+                return f"runs on {replica.host_id}"
+            case ReplicaState.UPDATING:
+                return f"is given a new configuration on {replica.host_id}"
+            case ReplicaState.UNHEALTHY:
+                return replica.message or f"its health check fails on {replica.host_id}"
+            case ReplicaState.SHOULD_STOP:
+                return f"is to stop: {replica.message or self._stop_reason(replica, was)}"
+            case ReplicaState.STOPPING:
+                return f"finishes what it has on {replica.host_id}"
+            case ReplicaState.STOPPED:
+                return "is gone"
+
+    def _end_text(self, replica: Replica) -> str:
+        """Text of a replica's end; ``replica`` is its last value."""
+        if replica.state not in WANTED:
+            return "has stopped"
+        if replica.state is ReplicaState.SHOULD_START:
+            return f"is not started: {self._stop_reason(replica, replica.state)}"
+        ended = f"ended on {replica.host_id} while it was {replica.state.value}"
+        known = self._before.backends.get(replica.backend_tag)
+        backend = self._after.backends.get(replica.backend_tag)
+        if known is not None and backend is not None and backend.start_failures > known.start_failures:
+            return f"{ended}: {last_line(backend.last_error)}"
+        return ended
+
+    def _stop_reason(self, replica: Replica, was: ReplicaState | None) -> str:
+        backend = self._after.backends.get(replica.backend_tag)
+        host = None if replica.host_id is None else self._after.hosts.get(replica.host_id)
+        if backend is None or backend.deleting:
+            return f"{replica.backend_tag} is deleted"
+        if backend.halted:
+            return f"{replica.backend_tag} is halted"
+        if host is not None and host.draining:
+            return f"the host {host.host_id} is drained"
+        if replica.code_version != backend.target.code_version:
+            versions = backend.versions()
+            old = next((v for v in versions if v.code_version == replica.code_version), None)
+            former = str(replica.code_version) if old is None else get_name(old)
+            return f"version {former} is replaced by {get_name(backend.target)}"
+        if was is ReplicaState.UNHEALTHY:
+            return "its health check fails"
+        if self._count_wanted(replica.backend_tag) >= backend.num_wanted:
+            return f"{backend.num_wanted} replicas are wanted"
+        return "another one is started in its place"
+
+    def _count_wanted(self, tag: BackendTag) -> int:
+        if tag not in self._num_wanted:
+            replicas = self._after.get_replicas(tag).values()
+            self._num_wanted[tag] = sum(replica.state in WANTED for replica in replicas)
+        return self._num_wanted[tag]
 
 
 def goal_progress(

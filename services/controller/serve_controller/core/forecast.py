@@ -35,7 +35,7 @@ from serve_controller.core.objects import (
     parse_number,
 )
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.placement import Ledger
+from serve_controller.core.placement import Ledger, Placer
 from serve_controller.core.rollout import stop_rank
 from serve_controller.core.transitions import ROUTED, WANTED
 
@@ -364,7 +364,7 @@ def _place(
     draft: Draft, ledger: Ledger, tag: BackendTag, version: BackendVersion, count: int
 ) -> Counter[HostId]:
     """Put as many replicas into the draft as fit, so that the next backend's placement includes them."""
-    placer = ledger.placer(tag, version)
+    placer = Placer(ledger, tag, version)
     where: Counter[HostId] = Counter()
     for _ in range(count):
         host_id = placer.place()

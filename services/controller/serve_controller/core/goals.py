@@ -38,6 +38,7 @@ from serve_controller.core.objects import (
     ObjectKind,
     ReplicaState,
     Revision,
+    revision_name,
 )
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.snapshots import move_route
@@ -409,8 +410,7 @@ def _mark_backend_good(draft: Draft, backend: Backend, goal: Goal, now: float) -
     revision = backend.newest_revision
     if not _is_alike(former, backend.target) or _newest_endpoint(draft, backend) != reached:
         revision += 1
-        _add_revision(
-            draft,
+        draft.put(
             Revision(
                 backend_tag=backend.backend_tag,
                 revision=revision,
@@ -418,20 +418,15 @@ def _mark_backend_good(draft: Draft, backend: Backend, goal: Goal, now: float) -
                 goal_id=goal.goal_id,
                 version=backend.target,
                 endpoint=reached,
-            ),
+            )
         )
+        for old in sorted(draft.revisions[backend.backend_tag])[:-REVISIONS_MAX]:
+            draft.delete((ObjectKind.REVISION, revision_name(backend.backend_tag, old)))
     draft.put(
         msgspec.structs.replace(
             backend, last_good=backend.target, last_error="", others=others, newest_revision=revision
         )
     )
-
-
-def _add_revision(draft: Draft, revision: Revision) -> None:
-    """Add a revision of a backend, and delete its oldest ones."""
-    draft.put(revision)
-    for old in sorted(draft.revisions[revision.backend_tag])[:-REVISIONS_MAX]:
-        draft.delete((ObjectKind.REVISION, f"{revision.backend_tag}@{old}"))
 
 
 def _is_alike(former: BackendVersion | None, target: BackendVersion) -> bool:

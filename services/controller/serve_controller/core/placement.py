@@ -14,7 +14,7 @@ import msgspec
 
 from serve_common.config.backend import BackendConfig, Placement
 from serve_common.names import BackendTag, HostId
-from serve_controller.core.checkpoint import UNITS, Checkpoint, HostLoad, fits, in_units
+from serve_controller.core.checkpoint import UNITS, Checkpoint, fits, in_units
 from serve_controller.core.objects import BackendVersion, Replica
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
 
@@ -48,7 +48,7 @@ class Ledger:
 
     def __init__(self, draft: Checkpoint, observed: ObservedState, now: float) -> None:
         """Reads ``draft`` again with every query, so it includes what was placed since."""
-        self._draft = draft
+        self.draft = draft
         self._observed = observed
         self._now = now
         self._hosts: dict[HostId, Mapping[str, int]] | None = None
@@ -59,36 +59,23 @@ class Ledger:
         if self._hosts is None:
             self._hosts = {}
             for host_id in sorted(self._observed.hosts):
-                record = self._draft.hosts.get(host_id)
+                record = self.draft.hosts.get(host_id)
                 is_live = host_status(self._observed, host_id, self._now) is HostStatus.LIVE
                 if is_live and (record is None or not record.draining):
                     self._hosts[host_id] = self._observed.hosts[host_id].units
         return self._hosts
 
-    def get_load(self, host_id: HostId) -> HostLoad:
-        """Capacity taken on a host now."""
-        return self._draft.get_load(host_id)
-
     def free(self, host_id: HostId) -> dict[str, int]:
         """Units that are not taken on a host."""
-        taken = self._draft.get_load(host_id).taken
+        taken = self.draft.get_load(host_id).taken
         whole = self.hosts[host_id]
         return {name: amount - taken.get(name, 0) for name, amount in whole.items()}
-
-    def placer(
-        self,
-        tag: BackendTag,
-        version: BackendVersion,
-        peer_versions: Mapping[BackendTag, int] = NO_PEER_VERSIONS,
-    ) -> Placer:
-        """A `Placer` for many replicas of one version."""
-        return Placer(self, self._draft, tag, version, peer_versions)
 
     def resize(self, host_id: HostId | None, grows_bytes: int) -> bool:
         """Whether a host's goal may grow by ``grows_bytes``."""
         if host_id is None or grows_bytes <= 0:
             return True
-        return self._draft.get_load(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
+        return self.draft.get_load(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
 
     def would_fit_without(
         self, tag: BackendTag, host_id: HostId | None, leaving: Sequence[Replica], version: BackendVersion
@@ -107,7 +94,7 @@ class Ledger:
 
     def count_on(self, tag: BackendTag, host_id: HostId) -> int:
         """Number of a backend's replicas on a host, including those that are still stopping."""
-        return sum(r.host_id == host_id for r in self._draft.get_replicas(tag).values())
+        return sum(r.host_id == host_id for r in self.draft.get_replicas(tag).values())
 
     def why_not(self, tag: BackendTag, version: BackendVersion) -> str:
         """Why no host has capacity, for people."""
@@ -142,10 +129,9 @@ class Placer:
     def __init__(
         self,
         ledger: Ledger,
-        draft: Checkpoint,
         tag: BackendTag,
         version: BackendVersion,
-        peer_versions: Mapping[BackendTag, int],
+        peer_versions: Mapping[BackendTag, int] = NO_PEER_VERSIONS,
     ) -> None:
         """Ranks every host once."""
         config: BackendConfig = version.backend_config
@@ -158,7 +144,7 @@ class Placer:
         per_host = config.max_replicas_per_host
         counts: dict[HostId, int] = {}
         if per_host is not None:
-            for replica in draft.get_replicas(tag).values():
+            for replica in ledger.draft.get_replicas(tag).values():
                 if replica.host_id is not None:
                     counts[replica.host_id] = counts.get(replica.host_id, 0) + 1
         self._ledger = ledger
@@ -169,14 +155,14 @@ class Placer:
         self._heap = [
             self._rank(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
             for host_id, units in ledger.hosts.items()
-            for load in (draft.get_load(host_id),)
+            for load in (ledger.draft.get_load(host_id),)
         ]
         heapq.heapify(self._heap)
 
     def _capacity(self, host_id: HostId) -> _HostCapacity:
         capacity = self._capacities.get(host_id)
         if capacity is None:
-            load = self._ledger.get_load(host_id)
+            load = self._ledger.draft.get_load(host_id)
             left = self._per_host - self._counts.get(host_id, 0)
             capacity = self._capacities[host_id] = _HostCapacity(
                 self._ledger.free(host_id), GOAL_BYTES_MAX - load.goal_bytes, load.num_wanted, left

@@ -23,6 +23,7 @@ from serve_controller.core.objects import (
     ProxyRecord,
     Replica,
     parse_number,
+    revision_name,
 )
 from serve_controller.core.observed import (
     GOAL_RESEND_AFTER_S,
@@ -312,7 +313,7 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
             continue
         draft.delete((ObjectKind.BACKEND, tag))
         for number in sorted(draft.revisions.get(tag, {})):
-            draft.delete((ObjectKind.REVISION, f"{tag}@{number}"))
+            draft.delete((ObjectKind.REVISION, revision_name(tag, number)))
         deployment = draft.living_deployment(tag)
         if deployment is not None:
             draft.put(

@@ -15,7 +15,7 @@ from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, replica_tag
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import Backend, Replica, ReplicaState
-from serve_controller.core.placement import Ledger, estimate_goal_bytes, resource_needs
+from serve_controller.core.placement import Ledger, Placer, estimate_goal_bytes, resource_needs
 from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, TransitionEvent
 
@@ -196,7 +196,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
         return
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
     peer_versions = get_peer_versions(draft, backend.backend_tag)
-    placer = ledger.placer(backend.backend_tag, backend.target, peer_versions)
+    placer = Placer(ledger, backend.backend_tag, backend.target, peer_versions)
     for number, replica in enumerate(waiting):
         host_id = placer.place()
         if host_id is None:
@@ -327,9 +327,6 @@ def _is_taken_out(draft: Draft, replica: Replica) -> bool:
     """Whether the replica was taken out of its host's goal by an earlier plan."""
     before = draft.base.get_replicas(replica.backend_tag).get(replica.replica_tag)
     return before is not None and before.state not in IN_HOST_GOAL
-
-
-__all__ = ["check_again_at", "roll"]
 
 
 def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:

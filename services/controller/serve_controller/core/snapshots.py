@@ -45,14 +45,10 @@ def taken_over(
         return None
     others = {EndpointTag(tag) for tag in members if tag != ingress}
     has_it = any(
-        checkpoint.endpoints[tag].target.route == route for tag in others & set(_claimants(checkpoint, route))
+        checkpoint.endpoints[tag].target.route == route
+        for tag in others.intersection(checkpoint.routes.get(route, ()))
     )
     return route if has_it else None
-
-
-def _claimants(checkpoint: Checkpoint, route: str) -> Iterable[EndpointTag]:
-    """Endpoints that have the route, or may take it back when a goal fails."""
-    return sorted(checkpoint.routes.get(route, {}))
 
 
 def interim_route(
@@ -98,7 +94,7 @@ def move_route(draft: Draft, application: Application | None) -> bool:
     route, ingress = application.target.takes_over, EndpointTag(application.target.ingress)
     target = msgspec.structs.replace(application.target, takes_over=None)
     draft.put(msgspec.structs.replace(application, target=target))
-    for tag in _claimants(draft, route):
+    for tag in sorted(draft.routes.get(route, ())):
         if draft.endpoints[tag].target.route == route:
             _put_route(draft, tag, None)
     if ingress in draft.endpoints:

@@ -16,7 +16,6 @@ from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.dirty_set import (
     EVERYTHING,
-    NOTHING,
     DirtySet,
     DirtySets,
     DueChecks,
@@ -253,21 +252,40 @@ class TermObservations:
         try:
             match report:
                 case HostReport():
-                    claims = get_report_claims(report, self.observed.hosts.get(report.host_id))
-                    self._check_claims(claims)
                     self._fold_host(report, last_seen_at, checkpoint)
-                    self._reporting_hosts.add(report.host_id)
                 case ProxyReport():
-                    claims = get_report_claims(report)
-                    self._check_claims(claims)
                     self._fold_proxy(report, last_seen_at, checkpoint)
-                    self._reporting_proxies.add(report.proxy_id)
-            self._accept_claims(claims)
         except IdentityTaken as error:
             self._on_refused("identity", self._conflicts.refused(report), error)
         except Exception as error:  # noqa: BLE001 - an error in one report costs that report only
             kind, sender = _sender(report)
             self._on_refused(f"{kind}_report", sender, error)
+
+    def _fold_host(self, report: HostReport, last_seen_at: float, checkpoint: Checkpoint) -> None:
+        host_id = report.host_id
+        before, record = self.observed.hosts.get(host_id), checkpoint.hosts.get(host_id)
+        claims = get_report_claims(report, before)
+        self._check_claims(claims)
+        self.observed = observe_host(self.observed, report, last_seen_at, record.holder if record else "")
+        after = self.observed.hosts[host_id]
+        if after is not before:
+            self.dirty_sets.add(dirty_by_host_report(before, after))
+        self._reporting_hosts.add(host_id)
+        self._conflicts.believed(report, before)
+        self._accept_claims(claims)
+
+    def _fold_proxy(self, report: ProxyReport, last_seen_at: float, checkpoint: Checkpoint) -> None:
+        proxy_id = report.proxy_id
+        before, record = self.observed.proxies.get(proxy_id), checkpoint.proxies.get(proxy_id)
+        claims = get_report_claims(report)
+        self._check_claims(claims)
+        self.observed = observe_proxy(self.observed, report, last_seen_at, record.holder if record else "")
+        after = self.observed.proxies[proxy_id]
+        if after is not before:
+            self.dirty_sets.add(dirty_by_proxy_report(before, after))
+        self._reporting_proxies.add(proxy_id)
+        self._conflicts.believed(report, before)
+        self._accept_claims(claims)
 
     def _check_claims(self, claims: Claims) -> None:
         """Raise `BadField` for impossible claims; the whole message is then refused."""
@@ -305,26 +323,6 @@ class TermObservations:
     def pop_conflicts(self, now: float) -> list[EventView]:
         """Return the identity conflicts found since the last call, as events."""
         return self._conflicts.take(now)
-
-    def _fold_host(self, report: HostReport, last_seen_at: float, checkpoint: Checkpoint) -> None:
-        before, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
-        holder = "" if record is None else record.holder
-        observed = observe_host(self.observed, report, last_seen_at, holder)
-        self._conflicts.believed(report, before)
-        after = observed.hosts[report.host_id]
-        dirty = NOTHING if after is before else dirty_by_host_report(before, after)
-        self.observed = observed
-        self.dirty_sets.add(dirty)
-
-    def _fold_proxy(self, report: ProxyReport, last_seen_at: float, checkpoint: Checkpoint) -> None:
-        before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
-        holder = "" if record is None else record.holder
-        observed = observe_proxy(self.observed, report, last_seen_at, holder)
-        self._conflicts.believed(report, before)
-        after = observed.proxies[report.proxy_id]
-        dirty = NOTHING if after is before else dirty_by_proxy_report(before, after)
-        self.observed = observed
-        self.dirty_sets.add(dirty)
 
     def _take_due(self, hosts: set[HostId], proxies: set[ProxyId], now: float) -> None:
         for kind, name in self._due_checks.pop_due(now):

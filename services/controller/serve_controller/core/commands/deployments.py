@@ -317,6 +317,14 @@ def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -
     return changed(draft, tag, goal_id)
 
 
+def existing_backend(checkpoint: Checkpoint, name: str) -> Backend:
+    """The backend of that name or tag. Raises `NotFound`, also for one that is being deleted."""
+    backend = checkpoint.backends.get(deployment_tag(name, _FIELD))
+    if backend is None or backend.deleting:
+        raise NotFound(f"{_FIELD}: there is no backend {name[:100]!r}")
+    return backend
+
+
 def update_backend_config(
     checkpoint: Checkpoint,
     command: UpdateBackendConfig,
@@ -328,11 +336,8 @@ def update_backend_config(
 
     ``paused_by``: the verb recorded as pausing autoscaling when a number of replicas is set.
     """
-    tag = deployment_tag(command.backend_tag, _FIELD)
-    existing = checkpoint.backends.get(tag)
-    if existing is None or existing.deleting:
-        raise NotFound(f"{_FIELD}: there is no backend {command.backend_tag[:100]!r}")
-    target = existing.target
+    existing = existing_backend(checkpoint, command.backend_tag)
+    tag, target = existing.backend_tag, existing.target
     config = check_backend_config(merged(target.backend_config, command.config, "config"), "config")
     paused = existing.autoscaling_paused
     if config.autoscaling_config is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from serve_common.api.commands import (
@@ -24,7 +22,7 @@ from serve_common.protocol.subjects import endpoint_key
 from serve_common.values import check_between
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import Accepted, changed, new_goal, nothing_to_do
-from serve_controller.core.commands.deployments import give_up, update_backend_config
+from serve_controller.core.commands.deployments import existing_backend, give_up, update_backend_config
 from serve_controller.core.goals import deployment_owned, end_goal, host_owned
 from serve_controller.core.objects import Backend, GoalKind, HostRecord, ObjectKind, parse_number
 from serve_controller.core.scaling import check_within_limits
@@ -61,12 +59,9 @@ def _known(checkpoint: Checkpoint, name: str) -> HostRecord:
     return record
 
 
-_FIELD: Final = "backend_tag"
-
-
 def scale(checkpoint: Checkpoint, command: Scale, now: float) -> Accepted:
     """Set a backend's number of replicas; active autoscaling pauses."""
-    existing = checkpoint.backends.get(deployment_tag(command.backend_tag, _FIELD))
+    existing = checkpoint.backends.get(deployment_tag(command.backend_tag, "backend_tag"))
     check_between(command.num_replicas, 0, REPLICAS_MAX, "num_replicas")
     if existing is not None and not existing.deleting:
         config = msgspec.structs.replace(existing.target.backend_config, num_replicas=command.num_replicas)
@@ -89,12 +84,9 @@ def resume_autoscaling(checkpoint: Checkpoint, command: ResumeAutoscaling, _now:
 
 
 def _autoscaled(checkpoint: Checkpoint, backend_tag: str) -> Backend:
-    tag = deployment_tag(backend_tag, _FIELD)
-    backend = checkpoint.backends.get(tag)
-    if backend is None or backend.deleting:
-        raise NotFound(f"{_FIELD}: there is no backend {backend_tag[:100]!r}")
+    backend = existing_backend(checkpoint, backend_tag)
     if backend.target.backend_config.autoscaling_config is None:
-        raise Conflict(f"{_FIELD}: {tag!r} has no autoscaling_config")
+        raise Conflict(f"backend_tag: {backend.backend_tag!r} has no autoscaling_config")
     return backend
 
 
