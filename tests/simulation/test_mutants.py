@@ -28,7 +28,7 @@ from serve_controller.core import (
     snapshots,
 )
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.commands import accepted, decide, deployments
+from serve_controller.core.commands import changes, decide, deployments
 from serve_controller.core.dirty_set import DirtySet
 from serve_controller.core.objects import Backend, Deployment, HostRecord, ReplicaState
 from serve_controller.core.rollout import old_replicas
@@ -235,7 +235,7 @@ MUTANTS: dict[str, list[Patch]] = {
     "a goal succeeds before the proxies applied it": [(goals, "_not_applied", lambda *_: "")],
     "a goal succeeds before the replicas run": [(goals, "_replicas_missing", lambda *_: "")],
     "a goal of a drain succeeds at once": [(goals, "_not_drained", lambda *_: "")],
-    "a replaced goal is not ended": [(accepted, "end_goal", lambda *_: None)],
+    "a replaced goal is not ended": [(changes, "end_goal", lambda *_: None)],
     "a retry is taken for a new request": [(deployments, "retried", lambda *_: None)],
     "ended deployments are forgotten": [(Draft, "put", _forgets_ended)],
     "proxies are not waited for": [(reconcile, "_update_proxies", lambda *_: None)],
