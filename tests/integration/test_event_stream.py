@@ -15,8 +15,7 @@ from nats.aio.subscription import Subscription
 from nats.js.api import StreamConfig
 from structlog.testing import capture_logs
 
-from muster.client.address import StackAddress
-from muster.client.requests import Feed, listen_to_stack
+from muster.client.requests import Feed, StackAddress, listen_to_stack
 from serve_common.api.views import EventView, GoalStatus, GoalView
 from serve_common.clock import SystemClock
 from serve_common.errors import BusUnavailable

@@ -24,8 +24,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from muster.client.address import StackAddress
-from muster.client.connect import connect_stack
+from muster.client.admin import connect_stack
+from muster.client.requests import StackAddress
 from muster.embedded import EmbeddedStack
 from muster.secrets import Secrets
 from serve_common.identities.roles import Role

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from muster.client.address import StackAddress
+from muster.client.requests import StackAddress
 from muster.embedded import RunRecord
 from muster.identities import CREDENTIALS, SERVER_FILE
 from muster.secrets import NATS_INCLUDE, Secrets

@@ -26,9 +26,8 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from muster.client.address import StackAddress
-from muster.client.admin import AdminClient
-from muster.client.connect import connect_stack
+from muster.client.admin import AdminClient, connect_stack
+from muster.client.requests import StackAddress
 from serve_common.api.commands import Deploy, Request
 from serve_common.api.queries import GetStatus
 from serve_common.api.views import StatusView

@@ -19,9 +19,8 @@ from typing import Any, Self
 import asyncpg
 import msgspec
 
-from muster.client.address import StackAddress
-from muster.client.admin import AdminClient
-from muster.client.connect import connect_stack
+from muster.client.admin import AdminClient, connect_stack
+from muster.client.requests import StackAddress
 from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.postgres import EmbeddedPostgres
 from muster.embedded.process import ProcessSpec, RunningProcess

@@ -161,7 +161,6 @@ def deploy(
 
 @change_command()
 def delete(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Annotated[str, typer.Argument(metavar="APP", help="Name of the application.")],
 ) -> ChangeRequest:
@@ -183,7 +182,7 @@ def delete(
 
 
 @query_command
-def list_(session: Session) -> ReadRequest[list[ApplicationView]]:  # noqa: ARG001 - every command gets it
+def list_() -> ReadRequest[list[ApplicationView]]:
     """List applications."""
     return ReadRequest(GetAllApplications(), _show_applications)
 

@@ -112,7 +112,6 @@ def update(
 
 @change_command()
 def delete(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     tag: Tag,
     force_kill: Annotated[
@@ -133,18 +132,14 @@ def delete(
 
 
 @query_command
-def show(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    tag: Tag,
-) -> ReadRequest[BackendConfigView]:
+def show(*, tag: Tag) -> ReadRequest[BackendConfigView]:
     """Show the configuration of a backend or deployment."""
     query = GetBackendConfig(backend_tag=deployment_tag(tag, "BACKEND"))
     return ReadRequest(query, _show_config)
 
 
 @query_command
-def list_(session: Session) -> ReadRequest[list[BackendView]]:  # noqa: ARG001 - every command gets it
+def list_() -> ReadRequest[list[BackendView]]:
     """List backends, those of deployments included."""
     return ReadRequest(GetAllBackends(), _show_backends)
 

@@ -31,6 +31,7 @@ from muster.cli.queries import (
     NoWaitOption,
     TimeoutOption,
     build_command,
+    call_builder,
     parameter,
     pop_stack_choice,
 )
@@ -370,7 +371,7 @@ DRY_RUN = "dry_run"
 def change_command(
     *, timeout_s: float = 120.0, options: Sequence[inspect.Parameter] = ()
 ) -> Callable[[Callable[..., ChangeRequest]], Callable[..., None]]:
-    """Turn a function from ``(session, *, arguments)`` to `ChangeRequest` into a command.
+    """Turn a function from ``([session], *, arguments)`` to `ChangeRequest` into a command.
 
     The function only says what the change is; sending, waiting, report and dry run are the same for all.
 
@@ -396,7 +397,7 @@ def change_command(
                 parsed = {name: values.pop(name) for name in names}
                 values["overrides"] = {name: value for name, value in parsed.items() if value is not None}
             with session.reporting(as_json=as_json):
-                change = build(session, **values)
+                change = call_builder(build, session, values)
                 address = session.find_stack(choice)
                 if dry_run:
                     query = Plan.for_command(change.command)

@@ -135,7 +135,6 @@ def build_deploy_request(request: Deploy) -> ChangeRequest:
 
 @change_command()
 def scale(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: DeploymentName,
     num_replicas: Annotated[
@@ -166,7 +165,6 @@ def scale(
 
 @change_command(timeout_s=600.0)
 def rollback(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: DeploymentName,
     to_version: Annotated[
@@ -210,11 +208,7 @@ def rollback(
 
 
 @change_command()
-def delete(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    name: DeploymentName,
-) -> ChangeRequest:
+def delete(*, name: DeploymentName) -> ChangeRequest:
     """Delete a deployment, and wait until its replicas are gone.
 
     Example:
@@ -320,7 +314,6 @@ def plan(context: typer.Context) -> None:
 
 @change_command(timeout_s=600.0)
 def delete_all(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> ChangeRequest:

@@ -69,7 +69,6 @@ endpoint_app = Commands(
 
 @change_command(options=ENDPOINT_OPTIONS)
 def create_endpoint(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
     weights: Weights,
@@ -139,11 +138,7 @@ def update_endpoint(
 
 
 @change_command()
-def delete_endpoint(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    name: Name,
-) -> ChangeRequest:
+def delete_endpoint(*, name: Name) -> ChangeRequest:
     """Delete an endpoint, and wait for every proxy; its backends stay.
 
     Example:
@@ -162,7 +157,7 @@ def delete_endpoint(
 
 
 @query_command
-def list_endpoints(session: Session) -> ReadRequest[list[EndpointView]]:  # noqa: ARG001 - every command gets it
+def list_endpoints() -> ReadRequest[list[EndpointView]]:
     """List endpoints with their routes and traffic."""
     return ReadRequest(GetAllEndpoints(), _show_endpoints)
 
@@ -215,7 +210,6 @@ traffic_app = Commands(
 
 @change_command()
 def set_traffic(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
     weights: Weights,
@@ -241,7 +235,6 @@ def set_traffic(
 
 @change_command()
 def shadow_traffic(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
     backend: Annotated[
@@ -279,7 +272,7 @@ http_app = Commands(help="Show and change the HTTP options of all proxies: show,
 
 
 @query_command
-def show_http_options(session: Session) -> ReadRequest[HttpOptions]:  # noqa: ARG001 - every command gets it
+def show_http_options() -> ReadRequest[HttpOptions]:
     """Show the HTTP options of all proxies."""
     return ReadRequest(GetHttpConfig(), _show_http_options)
 
@@ -329,7 +322,6 @@ HTTP_CHANGES: Final = tuple(
 
 @change_command(options=HTTP_CHANGES)
 def update_http_options(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:

@@ -23,8 +23,7 @@ from muster.cli.output import (
 )
 from muster.cli.queries import ReadRequest, query_command, stream_command
 from muster.cli.session import Session
-from muster.client.address import StackAddress
-from muster.client.requests import FeedMessage
+from muster.client.requests import FeedMessage, StackAddress
 from serve_common.api.queries import GetEvents, GetHistory, GetRevisions
 from serve_common.api.views import EventView, GoalView, HistoryView, RevisionView
 from serve_common.clock import SystemClock
@@ -175,7 +174,6 @@ def _show_events(views: Sequence[EventView]) -> None:
 
 @query_command
 def history(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     subject: Annotated[
         str | None,
@@ -215,7 +213,6 @@ def history(
 
 @query_command
 def revisions(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Annotated[
         str,

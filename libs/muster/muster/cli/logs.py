@@ -19,8 +19,7 @@ from rich.text import Text
 from muster.cli.output import get_console, print_json_line, short_name
 from muster.cli.queries import NAME_HELP, stream_command
 from muster.cli.session import Session
-from muster.client.address import StackAddress
-from muster.client.requests import Feed, FeedMessage
+from muster.client.requests import Feed, FeedMessage, StackAddress
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
 from serve_common.protocol.reports import (

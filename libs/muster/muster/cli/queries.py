@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar
 
@@ -13,9 +13,8 @@ import typer
 
 from muster.cli.help import COMMON, WHICH_STACK
 from muster.cli.output import Progress, print_json
-from muster.cli.session import StackChoice, get_session
-from muster.client.admin import AdminClient
-from muster.client.connect import Stack
+from muster.cli.session import Result, Session, StackChoice, get_session
+from muster.client.admin import AdminClient, Stack
 from serve_common.api.queries import Query
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.", rich_help_panel=COMMON)]
@@ -161,6 +160,13 @@ def build_command(
     return command
 
 
+def call_builder(build: Callable[..., Result], session: Session, values: Mapping[str, Any]) -> Result:
+    """Call ``build`` with the values of its parameters by name, and with ``session`` if it has such a parameter."""
+    if "session" in inspect.signature(build).parameters:
+        return build(session, **values)
+    return build(**values)
+
+
 _RETRY_S = 15.0
 Reply = TypeVar("Reply")
 
@@ -180,14 +186,14 @@ class ReadRequest(msgspec.Struct, Generic[Reply], frozen=True):
 
 
 def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]:
-    """Turn a function from ``(session, *, arguments)`` to `ReadRequest` into a command."""
+    """Turn a function from ``([session], *, arguments)`` to `ReadRequest` into a command."""
 
     def run(context: typer.Context, values: dict[str, Any]) -> None:
         session = get_session(context)
         as_json = values.pop("as_json")
         choice = pop_stack_choice(values)
         with session.reporting(as_json=as_json):
-            request = build(session, **values)
+            request = call_builder(build, session, values)
             title = build.__name__.replace("_", " ").strip()
             reply = session.run(session.find_stack(choice), title, request.send, retry_for_s=_RETRY_S)
             if as_json:

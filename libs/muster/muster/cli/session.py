@@ -15,9 +15,16 @@ import msgspec
 import typer
 
 from muster.cli.output import Progress, print_error, print_json
-from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
-from muster.client.connect import Stack, connect_stack
-from muster.client.requests import Listen, UnknownError, listen_to_stack
+from muster.client.admin import Stack, connect_stack
+from muster.client.requests import (
+    DEFAULT_URL,
+    DEFAULT_USER,
+    Listen,
+    StackAddress,
+    UnknownError,
+    listen_to_stack,
+    parse_urls,
+)
 from muster.embedded.disk import describe_full_disk
 from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import OnEvent

@@ -54,17 +54,13 @@ autoscaling_app = Commands(help="Show and pause the autoscaling of deployments: 
 
 
 @query_command
-def list_autoscaling(session: Session) -> ReadRequest[list[AutoscalingView]]:  # noqa: ARG001 - every command gets it
+def list_autoscaling() -> ReadRequest[list[AutoscalingView]]:
     """List autoscaled deployments with their load, the last decision and its reason."""
     return ReadRequest(GetAutoscaling(), show_autoscaling)
 
 
 @change_command()
-def pause(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    name: DeploymentName,
-) -> ChangeRequest:
+def pause(*, name: DeploymentName) -> ChangeRequest:
     """Pause the autoscaling of a deployment.
 
     Example:
@@ -83,11 +79,7 @@ def pause(
 
 
 @change_command()
-def resume(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    name: DeploymentName,
-) -> ChangeRequest:
+def resume(*, name: DeploymentName) -> ChangeRequest:
     """Resume the autoscaling of a deployment.
 
     Example:
@@ -275,7 +267,6 @@ def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
 
 @query_command
 def list_(
-    session: Session,  # noqa: ARG001 - every command gets it
     *,
     deleted: Annotated[
         bool, typer.Option("--deleted", help="Include the 1000 deployments that were deleted last.")
@@ -293,11 +284,7 @@ def list_(
 
 
 @query_command
-def info(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    name: DeploymentName,
-) -> ReadRequest[DeploymentView]:
+def info(*, name: DeploymentName) -> ReadRequest[DeploymentView]:
     """Show one deployment in full: configuration, last change, replicas.
 
     Example:
@@ -348,17 +335,13 @@ host_app = Commands(help="Show and drain the hosts that run replicas: list, drai
 
 
 @query_command
-def list_hosts(session: Session) -> ReadRequest[list[HostView]]:  # noqa: ARG001 - every command gets it
+def list_hosts() -> ReadRequest[list[HostView]]:
     """List hosts with their resources and number of replicas."""
     return ReadRequest(GetHosts(), show_hosts)
 
 
 @change_command(timeout_s=600.0)
-def drain(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    host_id: Host,
-) -> ChangeRequest:
+def drain(*, host_id: Host) -> ChangeRequest:
     """Move every replica off a host, and wait until it runs none.
 
     Example:
@@ -378,11 +361,7 @@ def drain(
 
 
 @change_command()
-def undrain(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    host_id: Host,
-) -> ChangeRequest:
+def undrain(*, host_id: Host) -> ChangeRequest:
     """Allow replicas on a host again.
 
     Example:
@@ -409,7 +388,7 @@ proxy_app = Commands(help="Show the proxies, which accept HTTP requests: list.")
 
 
 @query_command
-def list_proxies(session: Session) -> ReadRequest[list[ProxyView]]:  # noqa: ARG001 - every command gets it
+def list_proxies() -> ReadRequest[list[ProxyView]]:
     """List proxies with their addresses and the routing revision that each has applied."""
     return ReadRequest(GetHttpProxies(), show_proxies)
 

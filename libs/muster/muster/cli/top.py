@@ -18,8 +18,8 @@ from rich.text import Text
 from muster.cli.output import Progress, get_console, print_json, print_json_line, short_name, table
 from muster.cli.queries import stream_command
 from muster.cli.session import Session
-from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
+from muster.client.requests import StackAddress
 from serve_common.api.queries import GetAutoscaling, GetLoad
 from serve_common.api.views import AutoscalingView, BackendLoad, EndpointLoad, LoadView, StatusView
 from serve_common.errors import TransientError

@@ -19,8 +19,8 @@ from muster.cli.deployments import build_deploy_request
 from muster.cli.output import Progress, print_json_line, print_line, shorten
 from muster.cli.queries import JsonOption
 from muster.cli.session import EmbeddedPort, ExitCode, Session, get_session
-from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
+from muster.client.requests import StackAddress
 from muster.embedded.options import CHECKOUT, DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import RunRecord, kill_marked
@@ -402,15 +402,10 @@ def up(
             proxy_processes=proxy_processes,
         )
         report = UpReport(directory=session.directory, as_json=as_json)
-        asyncio.run(
-            _run(session, session.directory / state_dir, options, report, deploy_example=deploy_example)
+        stack = session.make_embedded(
+            session.directory / state_dir,
+            options,
+            on_event=report.report_event,
+            on_notice=report.report_notice,
         )
-
-
-async def _run(
-    session: Session, state_dir: Path, options: StackOptions, report: UpReport, *, deploy_example: bool
-) -> None:
-    stack = session.make_embedded(
-        state_dir, options, on_event=report.report_event, on_notice=report.report_notice
-    )
-    await UpRun(session, stack, report).run(deploy_example=deploy_example)
+        asyncio.run(UpRun(session, stack, report).run(deploy_example=deploy_example))

@@ -6,8 +6,7 @@ retry while a controller restarts.
 
 from __future__ import annotations
 
-from muster.client.address import StackAddress
-from muster.client.admin import AdminClient
-from muster.client.connect import Caller, Stack, connect_stack
+from muster.client.admin import AdminClient, Caller, Stack, connect_stack
+from muster.client.requests import StackAddress
 
 __all__ = ["AdminClient", "Caller", "Stack", "StackAddress", "connect_stack"]

@@ -16,8 +16,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 
-from muster.client.address import StackAddress
-from muster.client.requests import AdminReply, FeedMessage, NoListeners, NoReply
+from muster.client.requests import AdminReply, FeedMessage, NoListeners, NoReply, StackAddress
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.nats.client import close_nats, connect_nats, login_arguments

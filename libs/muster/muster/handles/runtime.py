@@ -66,7 +66,7 @@ def find_bus_outside_replica(
     """
     # Only here: a replica needs none of it.
     from muster.cli.session import StackChoice, find_stack  # noqa: PLC0415 - as above
-    from muster.client.address import parse_urls  # noqa: PLC0415 - as above
+    from muster.client.requests import parse_urls  # noqa: PLC0415 - as above
 
     user = variables.get("MUSTER_CLIENT_USER") or Role.CLIENT.value
     own = {

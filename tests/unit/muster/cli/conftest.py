@@ -14,10 +14,8 @@ from typer.testing import CliRunner, Result
 
 from muster.cli.main import app
 from muster.cli.session import Session
-from muster.client.address import StackAddress
-from muster.client.admin import AdminClient
-from muster.client.connect import Caller, Stack
-from muster.client.requests import AdminReply
+from muster.client.admin import AdminClient, Caller, Stack
+from muster.client.requests import AdminReply, StackAddress
 from serve_common.api.commands import ChangeReply, Request, ShutdownReply
 from serve_common.api.queries import COMMANDS, VERBS
 from serve_common.api.views import (

@@ -538,15 +538,6 @@ def test_a_dry_run_plans_and_changes_nothing(muster: Muster, controller: Any, li
 FAILED = GoalView(goal_id=GOAL, status=GoalStatus.FAILED, error="RuntimeError: no model")
 
 
-@CHANGES
-def test_a_goal_that_failed_ends_with_1_and_tells_why(muster: Muster, controller: Any, line: str) -> None:
-    controller.goal = FAILED
-    result = muster(*line.split())
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert "the change failed:\nRuntimeError: no model" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("status", "code", "told"),
     [
@@ -995,10 +986,7 @@ def test_a_query_that_fails_tells_why_with_its_exit_code(muster: Muster, control
     assert json.loads(as_json.stdout)["error"]["message"] == "Postgres does not answer"
 
 
-@pytest.mark.parametrize(
-    "line",
-    LISTS,
-)
+@pytest.mark.parametrize("line", LISTS)
 def test_an_empty_list_says_so(muster: Muster, controller: Any, line: str) -> None:
     controller.answers.update({verb: [] for verb in QUERIES})
     result = muster(*line.split())

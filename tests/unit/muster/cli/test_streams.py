@@ -13,8 +13,7 @@ import pytest
 from typer.testing import Result
 
 from muster.cli.top import quantile, top_rows
-from muster.client.address import StackAddress
-from muster.client.requests import FeedMessage
+from muster.client.requests import FeedMessage, StackAddress
 from serve_common.api.views import (
     AutoscalingView,
     BackendLoad,

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from muster.cli.main import app
 from muster.cli.session import Session
 from muster.cli.up import UpReport
-from muster.client.address import StackAddress
+from muster.client.requests import StackAddress
 from muster.embedded.options import PortTaken, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import RunRecord

@@ -17,16 +17,16 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 
-from muster.client.address import StackAddress, parse_urls
-from muster.client.admin import AdminClient
-from muster.client.connect import Caller, default_principal
+from muster.client.admin import AdminClient, Caller, default_principal
 from muster.client.nats import NatsRequests
 from muster.client.requests import (
     ERRORS_BY_CODE,
     AdminReply,
     NoListeners,
     NoReply,
+    StackAddress,
     UnknownError,
+    parse_urls,
     restore_error,
 )
 from serve_common.api.commands import ChangeReply, Deploy, Request, SetTraffic
@@ -394,8 +394,8 @@ async def test_a_plan_carries_the_command_as_it_would_be_sent() -> None:
     }
 
 
-def caller(bus: PlayedBus) -> Caller:
-    return Caller(bus, Subjects(), retry_for_s=0.02, retry_pause_s=0.001)
+def caller(bus: PlayedBus, *, retry_for_s: float = 0.02) -> Caller:
+    return Caller(bus, Subjects(), retry_for_s=retry_for_s, retry_pause_s=0.001)
 
 
 async def test_a_call_goes_to_the_endpoints_subject_and_comes_back_raw() -> None:
@@ -407,7 +407,8 @@ async def test_a_call_goes_to_the_endpoints_subject_and_comes_back_raw() -> None
 
 async def test_a_call_that_nobody_heard_is_sent_again_and_any_other_is_not() -> None:
     heard_late = PlayedBus(NoListeners("nobody"), AdminReply(b"7"))
-    assert (await caller(heard_late).call("digits", b"", headers={}, timeout_s=1)).body == b"7"
+    reply = await caller(heard_late, retry_for_s=5.0).call("digits", b"", headers={}, timeout_s=5)
+    assert reply.body == b"7"
 
     never_heard = PlayedBus(NoListeners("nobody"))
     with pytest.raises(TransientError, match="no proxy answers calls at nats://played:4222"):
