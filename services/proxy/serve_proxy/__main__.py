@@ -23,9 +23,8 @@ from serve_common.telemetry.logs import configure_logs
 from serve_common.telemetry.request_traces import import_ahead
 from serve_proxy.adapters.proxy_process import ChildrenPages, ParentLink, ProxyProcess, reserved_port
 from serve_proxy.core.processes import child_id
-from serve_proxy.ports import Child
 from serve_proxy.settings import ProxySettings, read_settings
-from serve_proxy.shell.parent import Parent
+from serve_proxy.shell.parent import Child, Parent
 from serve_proxy.wiring import Proxy
 
 _log = structlog.get_logger(__name__)

@@ -26,7 +26,7 @@ from serve_common.runtime.health import HealthProbe
 from serve_common.runtime.operations import NAMES_PARAMETER
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.processes import PARENT_FD, merge_metrics
-from serve_proxy.ports import Child
+from serve_proxy.shell.parent import Child
 
 _log = structlog.get_logger(__name__)
 

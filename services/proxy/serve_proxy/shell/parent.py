@@ -9,18 +9,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
-from typing import Final, final
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, final
 
 import structlog
 
 from serve_common.runtime.child_process import RestartBackoff
-from serve_proxy.ports import Child, StartChild
 
 _log = structlog.get_logger(__name__)
 
 KILL_MARGIN_S: Final = 12.0
 """Seconds that a child may take beyond its drain timeout: closing has further timeouts."""
+
+
+class Child(Protocol):
+    """A proxy process started by a parent."""
+
+    @property
+    def operations_port(self) -> int | None:
+        """Port of its operations server on the loopback interface; None before it listens."""
+        ...
+
+    async def ended(self) -> int:
+        """Wait for its exit code; negative for the signal that killed it."""
+        ...
+
+    def stop(self) -> None:
+        """Make it drain and exit; a second call makes it exit at once."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it."""
+        ...
+
+
+StartChild = Callable[[int], Awaitable[Child]]
+"""Start the process with that number. Raises OSError when it cannot be started."""
 
 
 @final

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, final
 
 import structlog
@@ -15,7 +15,6 @@ import structlog
 from serve_common.errors import BusUnavailable
 from serve_common.names import ProxyId
 from serve_common.protocol.reports import ProxyReport
-from serve_proxy.ports import SendReport
 
 _log = structlog.get_logger(__name__)
 
@@ -24,6 +23,10 @@ _COALESCE_S: Final = 0.01
 """Seconds for which changes are coalesced into one report."""
 _SPACING_S: Final = 0.05
 """Minimum seconds between two reports: a thousand proxies must not overload a controller that makes many changes."""
+
+
+SendReport = Callable[[ProxyReport], Awaitable[None]]
+"""Publish a report to the controller. Raises `BusUnavailable`."""
 
 
 @final

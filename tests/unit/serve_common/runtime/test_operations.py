@@ -29,7 +29,7 @@ from serve_common.runtime.operations import (
 )
 from serve_common.runtime.settings import Environment, OperationsSettings, read_operations_settings
 from serve_proxy.adapters.proxy_process import ChildrenPages
-from serve_proxy.ports import Child
+from serve_proxy.shell.parent import Child
 
 LOCAL = OperationsSettings(host="127.0.0.1", port=0)
 
