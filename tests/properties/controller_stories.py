@@ -197,3 +197,22 @@ def happen(loop: Loop, kind: str, value: object) -> None:
         case "bus comes":
             loop.on_bus_break(loop.now)
     loop.cycle()
+
+
+def bring_calm(loop: Loop) -> None:
+    """The bus is back, everybody behaves again, and there is room for everything."""
+    loop.on_bus_break(loop.now)
+    loop.are_proxies_slow = False
+    for host in loop.hosts:
+        host.is_deaf, host.is_unhealthy, host.is_leaving = False, set(), False
+        host.dies_at = host.raises_at = set()
+        host.hangs_in_starting = False
+        host.finish_drains()
+        if not host.is_up:
+            host.is_up = True
+            host.restart()
+    # What waited for room starts. What waited to be tried again is tried again.
+    loop.hosts += [PureHost(f"host-{number}", cpus=200) for number in range(3, 9)]
+    loop.steps(4, 16.0)
+    loop.steps(2, 400.0)  # what hangs in starting is given up in the end
+    loop.settle(limit=200, seconds=2.0)

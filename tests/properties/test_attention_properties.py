@@ -9,10 +9,9 @@ from serve_common.api.views import GoalStatus
 from serve_controller.core.checkpoint import PARTS, Checkpoint
 from serve_controller.core.objects import Key, ObjectChanges, Replica, get_key
 from serve_controller.core.reconcile import ReconcilePlan, reconcile
-from tests.properties.controller_stories import happen, new_hosts, stories
+from tests.properties.controller_stories import bring_calm, happen, new_hosts, stories
 from tests.support.control_loop.attentive_loop import AttentiveLoop
 from tests.support.control_loop.closed_loop import Loop, check_converged
-from tests.support.control_loop.pure_host import PureHost
 
 
 def touched(plan: ReconcilePlan) -> list[Key]:
@@ -46,20 +45,7 @@ def test_after_any_story_the_calm_brings_what_is_wanted_to_who_looks_only_at_new
     loop = AttentiveLoop(*new_hosts())
     for kind, value in story:
         happen(loop, kind, value)
-    loop.on_bus_break(loop.now)
-    loop.are_proxies_slow = False
-    for host in loop.hosts:
-        host.is_deaf, host.is_unhealthy, host.is_leaving = False, set(), False
-        host.dies_at = host.raises_at = set()
-        host.hangs_in_starting = False
-        host.finish_drains()
-        if not host.is_up:
-            host.is_up = True
-            host.restart()
-    loop.hosts += [PureHost(f"host-{number}", cpus=200) for number in range(3, 9)]
-    loop.steps(4, 16.0)
-    loop.steps(2, 400.0)
-    loop.settle(limit=200, seconds=2.0)
+    bring_calm(loop)
     check_converged(loop)
     assert not loop.checkpoint.pending
 
@@ -103,23 +89,6 @@ def test_whatever_happens_indices_and_references_are_true(story):
         for name in PARTS:
             assert getattr(rebuilt, name) == getattr(loop.checkpoint, name), name
         check_references(loop.checkpoint)
-
-
-def bring_calm(loop: Loop) -> None:
-    loop.on_bus_break(loop.now)
-    loop.are_proxies_slow = False
-    for host in loop.hosts:
-        host.is_deaf, host.is_unhealthy, host.is_leaving = False, set(), False
-        host.dies_at = host.raises_at = set()
-        host.hangs_in_starting = False
-        host.finish_drains()
-        if not host.is_up:
-            host.is_up = True
-            host.restart()
-    loop.hosts += [PureHost(f"host-{number}", cpus=200) for number in range(3, 9)]
-    loop.steps(3, 16.0)
-    loop.steps(2, 400.0)
-    loop.settle(limit=200, seconds=2.0)
 
 
 def settled(loop: Loop) -> dict[str, object]:

@@ -18,13 +18,12 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import decide
 from serve_controller.core.observed import (
     HOST_SUSPECT_AFTER_S,
-    observe_break,
     observe_bucket,
     observe_host,
     observe_proxy,
 )
 from serve_controller.core.reconcile import reconcile
-from tests.properties.controller_stories import commands, happen, new_hosts, numbers, stories
+from tests.properties.controller_stories import bring_calm, commands, happen, new_hosts, numbers, stories
 from tests.support.control_loop.closed_loop import Loop, check_converged, check_fixpoint
 from tests.support.control_loop.orders import deploy
 from tests.support.control_loop.promises import all_replicas, contents
@@ -50,21 +49,7 @@ def test_after_any_story_the_calm_brings_what_is_wanted(story):
     loop = new_loop()
     for kind, value in story:
         happen(loop, kind, value)
-    loop.observed = observe_break(loop.observed, loop.now)
-    loop.are_proxies_slow = False
-    for host in loop.hosts:
-        host.is_deaf, host.is_unhealthy, host.is_leaving = False, set(), False
-        host.dies_at = host.raises_at = set()
-        host.hangs_in_starting = False
-        host.finish_drains()
-        if not host.is_up:
-            host.is_up = True
-            host.restart()
-    # Room for everything: what waited for room starts. What waited to be tried again is tried again.
-    loop.hosts += [PureHost(f"host-{number}", cpus=200) for number in range(3, 9)]
-    loop.steps(4, 16.0)
-    loop.steps(2, 400.0)  # what hangs in starting is given up in the end
-    loop.settle(limit=200, seconds=2.0)
+    bring_calm(loop)
     check_converged(loop)
     assert not loop.checkpoint.pending
 

@@ -135,8 +135,7 @@ def test_no_change_concerns_nobody() -> None:
 def test_a_change_of_one_deployment_is_planned_without_a_look_at_another() -> None:
     loop = AttentiveLoop(PureHost("host-1", cpus=8), PureHost("host-2", cpus=8))
     loop.command(deploy("a"))
-    loop.command(deploy("b"))
-    loop.settle()
+    loop.done(deploy("b"))
     loop.command(deploy("b", num=2))
     seen: set[BackendTag] = set()
     for _ in range(5):

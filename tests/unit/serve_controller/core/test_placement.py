@@ -13,13 +13,7 @@ from serve_common.protocol.reports import HostGoal
 from serve_controller.core.checkpoint import UNITS, fits
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S, observe_host
-from serve_controller.core.placement import (
-    GOAL_BYTES_MAX,
-    Ledger,
-    Placer,
-    estimate_goal_bytes,
-    resource_needs,
-)
+from serve_controller.core.placement import GOAL_BYTES_MAX, Ledger, estimate_goal_bytes, resource_needs
 from serve_controller.core.reconcile import SendHostGoal
 from serve_controller.core.rollout import NO_CAPACITY_FOR_CONFIG
 from serve_controller.core.views.hosts import view_hosts
@@ -54,27 +48,22 @@ def messages(loop: Loop, tag: str = "default/a") -> set[str]:
 
 def test_replicas_are_spread_over_the_hosts() -> None:
     loop = Loop(PureHost("host-1", cpus=8), PureHost("host-2", cpus=8))
-    loop.command(deploy(num=4))
-    loop.settle()
+    loop.done(deploy(num=4))
     assert [len(host.running()) for host in loop.hosts] == [2, 2]
 
 
 def test_on_request_replicas_are_packed_onto_as_few_hosts_as_hold_them() -> None:
     loop = Loop(*(PureHost(f"host-{n}", cpus=4) for n in (1, 2, 3)))
-    loop.command(deploy(num=4, placement="pack"))
-    loop.settle()
+    loop.done(deploy(num=4, placement="pack"))
     assert sorted(len(host.running()) for host in loop.hosts) == [0, 0, 4]
-    loop.command(deploy("b", num=2, placement="pack"))
-    loop.settle()
+    loop.done(deploy("b", num=2, placement="pack"))
     assert sorted(len(host.running()) for host in loop.hosts) == [0, 2, 4]
 
 
 def test_packing_prefers_a_host_in_use_to_a_smaller_empty_one() -> None:
     loop = Loop(PureHost("host-1", cpus=2), PureHost("host-2", cpus=8))
-    loop.command(deploy("big", num=1, cpus=4))
-    loop.settle()
-    loop.command(deploy("a", num=2, placement="pack"))
-    loop.settle()
+    loop.done(deploy("big", num=1, cpus=4))
+    loop.done(deploy("a", num=2, placement="pack"))
     assert loop.hosts_of() == ["host-2", "host-2"]
 
 
@@ -106,8 +95,7 @@ def test_a_rolling_update_keeps_the_limit_for_each_host() -> None:
 
 def test_fractions_that_add_up_fit() -> None:
     loop = Loop(PureHost("host-1", cpus=1))
-    loop.command(deploy(num=10, cpus=0.1))
-    loop.settle()
+    loop.done(deploy(num=10, cpus=0.1))
     assert len(loop.running()) == 10
     assert fits({"CPU": UNITS}, {"CPU": 0.1 + 0.2 + 0.7})
     assert not fits({"CPU": UNITS}, {"CPU": 1.0001})
@@ -118,15 +106,14 @@ def test_every_kind_of_resource_is_counted(name: str) -> None:
     loop = Loop(PureHost("host-1", cpus=8), PureHost("host-2", cpus=8, **{name: 2.0}))
     loop.hear_hosts()
     ledger = ledger_of(loop)
-    placer = Placer(ledger, TAG, needing(**{name: 1.0}))
+    placer = ledger.placer(TAG, needing(**{name: 1.0}))
     assert [placer.place() for _ in range(3)] == ["host-2", "host-2", None]
     assert ledger.why_not(TAG, needing(**{name: 3.0})) == f"needs 3 {name} (the freest host has 2)"
 
 
 def test_what_stops_still_holds_its_resources() -> None:
     loop = Loop(PureHost("host-1", cpus=2))
-    loop.command(deploy("a", num=2))
-    loop.settle()
+    loop.done(deploy("a", num=2))
     loop.hosts[0].is_deaf = True
     loop.command(deploy("a", num=0))
     loop.command(deploy("b", num=1))
@@ -150,8 +137,7 @@ def test_what_drains_still_holds_its_resources_and_the_next_starts_when_it_is_go
 
 def test_what_stops_holds_its_resources_also_after_the_goal_that_replaced_it_succeeded() -> None:
     loop = Loop(PureHost("host-1", cpus=3))
-    loop.command(deploy("a", num=1, cpus=2))
-    loop.settle()
+    loop.done(deploy("a", num=1, cpus=2))
     loop.hosts[0].is_up = False  # for a moment: it neither hears nor says anything
     goal_id = loop.command(deploy("a", num=0, version="v2")).goal_id
     loop.steps(3)
@@ -207,7 +193,7 @@ def test_people_are_told_what_lacks() -> None:
     loop.hosts[0].sequence = 10
     loop.hear_hosts()
     ledger = ledger_of(loop)
-    assert Placer(ledger, TAG, needy).place() is None
+    assert ledger.placer(TAG, needy).place() is None
     assert "no single host has room" in ledger.why_not(TAG, needy)
 
 
@@ -241,16 +227,14 @@ def test_a_hosts_whole_goal_stays_within_one_message() -> None:
 def test_a_larger_config_reaches_only_as_many_replicas_as_their_hosts_goal_has_room_for() -> None:
     """Or else the goal could never be sent, and nothing on that host would ever change again."""
     loop = Loop(PureHost("host-1", cpus=100))
-    loop.command(deploy(num=40, config="x"))
-    loop.settle()
+    loop.done(deploy(num=40, config="x"))
     goal_id = loop.command(deploy(num=40, config="x" * 60_000)).goal_id
     loop.steps(40)
     assert loop.goal_status(goal_id) is GoalStatus.PENDING
     sizes = [len(msgspec.json.encode(goal)) for goal in loop.remembered.goals_sent.values()]
     assert max(sizes) < 1024 * 1024
     assert NO_CAPACITY_FOR_CONFIG in messages(loop)
-    loop.command(deploy(num=40, config="y"))
-    loop.settle()
+    loop.done(deploy(num=40, config="y"))
     assert set(loop.user_configs()) == {"y"}
 
 
@@ -361,8 +345,7 @@ def test_a_drain_outlasts_the_hosts_absence_and_a_change_of_leader(loop: Loop) -
     loop.take_over()
     loop.hosts[0].is_up = True
     loop.hosts[0].restart()
-    loop.command(deploy(num=6))
-    loop.settle()
+    loop.done(deploy(num=6))
     assert loop.hosts_of() == ["host-2"] * 6
 
 

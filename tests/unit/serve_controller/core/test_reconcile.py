@@ -301,8 +301,7 @@ def test_every_goal_that_changes_routing_waits_for_the_proxies(command: CreateEn
     for name in ("b", "c", "spare"):
         loop.command(create_backend(name))
     loop.command(create_endpoint("e", route="/e", b=1.0))
-    loop.command(deploy("a"))
-    loop.settle()
+    loop.done(deploy("a"))
     loop.are_proxies_slow = True
     goal_id = loop.command(command).goal_id
     loop.steps(20)
@@ -369,8 +368,7 @@ def test_a_goal_waits_until_its_snapshots_are_in_the_bucket() -> None:
 
 def test_a_delete_waits_for_the_last_replica() -> None:
     loop = Loop()
-    loop.command(deploy(num=2))
-    loop.settle()
+    loop.done(deploy(num=2))
     for host in loop.hosts:
         host.is_deaf = True
     goal_id = loop.command(DeleteDeployment(name="a")).goal_id
@@ -407,8 +405,7 @@ def test_finished_goals_are_forgotten_by_number_and_age_and_a_backends_newest_ne
     monkeypatch.setattr(reconcile, "FINISHED_RETAINED_MAX", 3)
     loop = Loop()
     for number in range(8):
-        loop.command(deploy(num=number % 2))
-        loop.settle()
+        loop.done(deploy(num=number % 2))
     assert len(loop.checkpoint.goals) == 4
     assert loop.backend().goal_id in loop.checkpoint.goals
     draft = Draft(loop.checkpoint)
@@ -420,8 +417,7 @@ def test_a_finished_goal_can_be_asked_for_at_least_a_day() -> None:
     loop = Loop()
     goal_id = loop.command(deploy()).goal_id
     loop.settle()
-    loop.command(DeleteDeployment(name="a"))
-    loop.settle()
+    loop.done(DeleteDeployment(name="a"))
     loop.step(86_400.0)
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
@@ -431,8 +427,7 @@ def test_an_id_that_is_forgotten_is_told_from_one_that_never_was() -> None:
     loop = Loop()
     goal_id = loop.command(deploy()).goal_id
     loop.settle()
-    loop.command(DeleteDeployment(name="a"))
-    loop.settle()
+    loop.done(DeleteDeployment(name="a"))
     loop.step(3 * reconcile.FINISHED_RETENTION_S)
     with pytest.raises(NotFound, match="ended and is forgotten"):
         view_goal(loop.checkpoint, loop.observed, GoalId(str(goal_id)))
@@ -445,8 +440,7 @@ def test_an_id_that_is_forgotten_is_told_from_one_that_never_was() -> None:
 def test_a_host_is_forgotten_only_when_it_is_lost_runs_nothing_and_is_not_drained() -> None:
     loop = Loop(PureHost("host-1"), PureHost("host-2"))
     loop.steps(2)
-    loop.command(deploy(num=1))
-    loop.settle()
+    loop.done(deploy(num=1))
     away = next(host for host in loop.hosts if not host.running())
     away.is_up = False
     loop.steps(3, 10.0)

@@ -49,8 +49,7 @@ from tests.support.controller_parts import (
 def serving(**options: object) -> Loop:
     """A loop in which a deployment serves for an hour already."""
     loop = Loop(PureHost("host-1", cpus=8))
-    loop.command(deploy(**options))
-    loop.settle()
+    loop.done(deploy(**options))
     loop.step(3600.0)
     loop.settle()
     return loop
@@ -123,8 +122,7 @@ def test_a_new_version_is_routed_before_the_old_one_stops() -> None:
 
 def test_without_room_for_one_more_the_old_one_makes_room_within_the_budget() -> None:
     loop = Loop(PureHost("host-1", cpus=4))
-    loop.command(deploy(num=4))
-    loop.settle()
+    loop.done(deploy(num=4))
     goal_id = loop.command(deploy(num=4, version="v2")).goal_id
     while loop.goal_status(goal_id) is GoalStatus.PENDING:
         loop.step()
@@ -148,9 +146,7 @@ def test_a_version_that_fails_to_start_goes_back_and_the_old_one_never_stops() -
 def test_a_changed_config_keeps_every_replica() -> None:
     loop = serving(num=4, config="one")
     before = loop.running()
-    goal_id = loop.command(deploy(num=4, config="two")).goal_id
-    loop.settle()
-    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    loop.done(deploy(num=4, config="two"))
     assert loop.running() == before
     assert loop.user_configs() == ["two"] * 4
 
@@ -158,8 +154,7 @@ def test_a_changed_config_keeps_every_replica() -> None:
 def test_after_a_refused_config_every_replica_really_runs_the_former_one_again() -> None:
     """Replicas that took the new one before another refused it must hear of the way back, too."""
     loop = Loop(PureHost("host-1", cpus=3), PureHost("host-2", cpus=3))
-    loop.command(deploy(num=6, config="one"))
-    loop.settle()
+    loop.done(deploy(num=6, config="one"))
     before = loop.running()
     loop.hosts[1].raises_at = {"two"}
     goal_id = loop.command(deploy(num=6, config="two", on_failure="go_back")).goal_id
@@ -259,15 +254,12 @@ def test_a_dead_replica_is_replaced_under_a_new_number() -> None:
 def test_the_goal_of_a_host_rises_when_a_dead_replica_leaves_it() -> None:
     """One number names one goal: or else a late copy of the former could bring the dead one back."""
     loop = Loop(PureHost("host-1"), PureHost("host-2"))
-    loop.command(deploy(num=1))
-    loop.settle()
+    loop.done(deploy(num=1))
     home = next(host for host in loop.hosts if host.running())
     before = home.number
-    loop.command(deploy(num=0))
-    loop.settle()
+    loop.done(deploy(num=0))
     assert home.number > before
-    loop.command(deploy(num=1))
-    loop.settle()
+    loop.done(deploy(num=1))
     home = next(host for host in loop.hosts if host.running())
     before = home.number
     home.kill(min(home.running()))
@@ -313,8 +305,7 @@ def test_scaling_down_takes_what_serves_least_and_then_the_newest() -> None:
     loop.steps(4)
     waiting = [tag for tag, r in loop.replicas().items() if r.state is ReplicaState.SHOULD_START]
     assert len(waiting) == 1
-    loop.command(deploy(num=2))
-    loop.settle()
+    loop.done(deploy(num=2))
     assert sorted(r.ordinal for r in loop.replicas().values()) == [1, 2]
 
 
@@ -338,16 +329,12 @@ def test_a_first_version_that_fails_halts_and_is_tried_again_by_the_next_deploy(
     before = loop.checkpoint.counters.ordinal
     loop.steps(20, 5.0)
     assert loop.checkpoint.counters.ordinal == before, "nothing is started any more"
-    goal_id = loop.command(deploy(code="good:Code")).goal_id
-    loop.settle()
-    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    loop.done(deploy(code="good:Code"))
 
 
 def test_a_deleted_deployment_leaves_nothing() -> None:
     loop = serving(num=2)
-    goal_id = loop.command(DeleteDeployment(name="a")).goal_id
-    loop.settle()
-    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    loop.done(DeleteDeployment(name="a"))
     assert loop.running() == set()
     assert not loop.checkpoint.backends
     assert all(snapshot.content is None for snapshot in loop.bucket.values())
@@ -357,8 +344,7 @@ def test_a_deleted_deployment_leaves_nothing() -> None:
 def test_a_new_version_with_far_fewer_replicas_gets_through(before: int, after: int) -> None:
     """The many old ones are beyond the surge of the few new ones, and wait for a new one to serve."""
     loop = Loop(PureHost("host-1", cpus=20))
-    loop.command(deploy(num=before))
-    loop.settle()
+    loop.done(deploy(num=before))
     goal_id = loop.command(deploy(num=after, version="v2")).goal_id
     while loop.goal_status(goal_id) is GoalStatus.PENDING and loop.now < 1_000_100.0:
         loop.step()
@@ -369,8 +355,7 @@ def test_a_new_version_with_far_fewer_replicas_gets_through(before: int, after: 
 
 def test_a_bad_version_with_fewer_replicas_takes_none_of_the_old_ones_away() -> None:
     loop = Loop(PureHost("host-1", cpus=20))
-    loop.command(deploy(num=4))
-    loop.settle()
+    loop.done(deploy(num=4))
     old = loop.running()
     goal_id = loop.command(deploy(num=1, version="v2", code=BAD_CODE)).goal_id
     while loop.goal_status(goal_id) is GoalStatus.PENDING and loop.now < 1_000_100.0:

@@ -70,11 +70,9 @@ def published(loop: Loop, seconds: float = 0.1) -> list[str]:
 def test_a_change_of_one_deployment_publishes_no_key_of_another() -> None:
     loop = Loop()
     loop.command(deploy("a"))
-    loop.command(deploy("b"))
-    loop.settle()
+    loop.done(deploy("b"))
     before = dict(loop.bucket)
-    loop.command(deploy("b", route="/new"))
-    loop.settle()
+    loop.done(deploy("b", route="/new"))
     changed = {key for key in loop.bucket if loop.bucket[key] != before.get(key)}
     assert changed == {"endpoints.default.b"}
 
@@ -85,8 +83,7 @@ def test_a_backend_comes_before_its_endpoint_and_goes_after_it() -> None:
     assert published(loop) == [backend_key(A), "endpoints.default.a"]
     loop.settle()
     before = loop.bucket[backend_key(A)].snapshot_id
-    loop.command(DeleteDeployment(name="a"))
-    loop.settle()
+    loop.done(DeleteDeployment(name="a"))
     gone = {key: snapshot.snapshot_id for key, snapshot in loop.bucket.items()}
     assert before < gone["endpoints.default.a"] < gone[backend_key(A)]
     assert all(snapshot.content is None for snapshot in loop.bucket.values())
@@ -98,15 +95,13 @@ def test_what_fails_at_first_has_no_endpoint() -> None:
     loop.steps(40, 0.2)
     assert loop.backend().halted
     assert loop.bucket["endpoints.default.a"].content is None
-    loop.command(deploy(route="/a"))
-    loop.settle()
+    loop.done(deploy(route="/a"))
     assert isinstance(loop.bucket["endpoints.default.a"].content, EndpointSnapshot)
 
 
 def test_a_replica_that_stops_drains_before_it_leaves_the_snapshot() -> None:
     loop = Loop()
-    loop.command(deploy(num=1))
-    loop.settle()
+    loop.done(deploy(num=1))
     (tag,) = loop.running()
     for host in loop.hosts:
         host.is_deaf = True
@@ -119,8 +114,7 @@ def test_a_replica_that_stops_drains_before_it_leaves_the_snapshot() -> None:
 
 def test_an_unknown_key_is_retracted_and_a_stale_value_put_right() -> None:
     loop = Loop()
-    loop.command(deploy())
-    loop.settle()
+    loop.done(deploy())
     right = dict(loop.bucket)
     loop.bucket["backends.default.stranger"] = loop.bucket[backend_key(A)]
     loop.bucket[endpoint_key(EndpointTag("default/a"))] = loop.bucket[backend_key(A)]
@@ -146,8 +140,7 @@ def test_traffic_and_shadows_reach_routers_by_the_endpoints_key_alone() -> None:
     loop = Loop()
     loop.command(create_backend("b"))
     loop.command(create_backend("c"))
-    loop.command(create_endpoint("e", route="/e", b=1.0))
-    loop.settle()
+    loop.done(create_endpoint("e", route="/e", b=1.0))
     before = dict(loop.bucket)
     loop.done(SetTraffic(endpoint="e", weights={"b": 0.25, "c": 0.75}))
     loop.done(ShadowTraffic(endpoint="e", backend_tag="c", proportion=0.5))
@@ -159,8 +152,7 @@ def test_traffic_and_shadows_reach_routers_by_the_endpoints_key_alone() -> None:
 
 def test_http_options_have_a_key_of_their_own() -> None:
     loop = Loop()
-    loop.command(deploy())
-    loop.settle()
+    loop.done(deploy())
     before = dict(loop.bucket)
     loop.done(SetHttpOptions(options={"request_timeout_s": 5}))
     assert {key for key in loop.bucket if loop.bucket[key] != before.get(key)} == {"http.options"}
@@ -170,8 +162,7 @@ def test_http_options_have_a_key_of_their_own() -> None:
 def test_a_replica_that_is_not_known_is_never_routed_to_and_is_stopped() -> None:
     """A host comes back with replicas that were given up while it was lost."""
     loop = Loop()
-    loop.command(deploy(num=2))
-    loop.settle()
+    loop.done(deploy(num=2))
     lost = next(host for host in loop.hosts if host.running())
     orphans = lost.running()
     lost.is_up = False

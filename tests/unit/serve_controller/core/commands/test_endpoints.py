@@ -49,8 +49,7 @@ def loop() -> Loop:
     loop = Loop()
     for name in ("b", "c", "d"):
         loop.command(create_backend(name))
-    loop.command(create_endpoint("e", route="/e", b=1.0))
-    loop.settle()
+    loop.done(create_endpoint("e", route="/e", b=1.0))
     return loop
 
 
@@ -121,8 +120,7 @@ def test_the_name_of_a_deployment_is_not_taken_over(loop: Loop) -> None:
 def test_a_deleted_endpoint_leaves_its_backends_and_gives_its_route_away(loop: Loop) -> None:
     before = view_backends(loop.checkpoint)
     reply = loop.ask(DeleteEndpoint(endpoint="e"))
-    loop.command(create_endpoint("f", route="/e", c=1.0))
-    loop.settle()
+    loop.done(create_endpoint("f", route="/e", c=1.0))
     assert loop.goal_status(reply.goal_id) is GoalStatus.SUCCEEDED
     assert view_backends(loop.checkpoint) == before
     assert [view.endpoint_tag for view in view_endpoints(loop.checkpoint)] == ["default/f"]

@@ -8,6 +8,7 @@ from serve_common.api.commands import (
     DeleteApplication,
     DeleteBackend,
     DeleteDeployment,
+    DeploymentSpec,
     DrainHost,
     Rollback,
     SetHttpOptions,
@@ -215,8 +216,7 @@ def test_after_a_shutdown_everything_can_be_deployed_again() -> None:
     loop.command(deploy("a", num=2, route="/a"))
     loop.command(application(spec("front"), spec("model"), route="/shop"))
     loop.command(create_backend("b"))
-    loop.command(create_endpoint("e", route="/e", b=1.0))
-    loop.settle()
+    loop.done(create_endpoint("e", route="/e", b=1.0))
     assert len(loop.all_replicas()) == 5
     check_converged(loop)
 
@@ -230,6 +230,19 @@ def traffic_of(loop: Loop, tag: str) -> dict[str, float]:
 
 def route_of(loop: Loop, tag: str) -> str | None:
     return loop.checkpoint.endpoints[EndpointTag(tag)].target.route
+
+
+def crashing(host: PureHost) -> Loop:
+    """An application of which one part has crashed again and again."""
+    loop = Loop(host)
+    loop.done(application(spec("x"), spec("y", config="shaky")))
+    host.raises_at = {"shaky"}
+    for _ in range(4):
+        for tag in sorted(loop.running("app/y")):
+            host.kill(tag)
+        loop.steps(3, 1.0)
+    assert loop.backend("app/y").start_failures >= 3
+    return loop
 
 
 # -- traffic and deploys of the same endpoint --------------------------------------------------------------------------
@@ -296,8 +309,7 @@ def test_a_failed_application_leaves_no_endpoint_without_its_backend() -> None:
     loop.done(create_backend("b"))
     loop.done(create_endpoint("e", b=1.0))
     loop.ask(application(spec("x", version="v2", code=BAD_CODE, retries=1), spec("y")))
-    loop.ask(SetTraffic(endpoint="e", weights={"app/y": 1.0}))
-    loop.settle()
+    loop.done(SetTraffic(endpoint="e", weights={"app/y": 1.0}))
     for endpoint in loop.checkpoint.endpoints.values():
         for tag in endpoint.target.backend_tags():
             assert tag in loop.checkpoint.backends, f"{endpoint.endpoint_tag} sends to {tag}, which is gone"
@@ -324,9 +336,7 @@ def test_a_deletion_is_not_failed_by_a_config_that_was_refused_before_it() -> No
     loop.ask(UpdateBackendConfig(backend_tag="a", config={"user_config": "bad"}))
     loop.cycle()
     loop.hear_hosts()  # the refusal is heard, and before the next plan the deployment is deleted
-    goal = loop.ask(DeleteDeployment(name="a")).goal_id
-    loop.settle()
-    assert loop.goal_status(goal) is GoalStatus.SUCCEEDED
+    loop.done(DeleteDeployment(name="a"))
 
 
 def test_deleting_what_an_application_drops_already_is_answered_with_a_goal_that_is_true() -> None:
@@ -462,18 +472,9 @@ def test_failed_http_options_are_not_the_answer_to_asking_for_those_that_are_the
 
 def test_an_unchanged_part_is_not_failed_by_what_had_crashed_before_the_application_changed() -> None:
     host = PureHost("host-1")
-    loop = Loop(host)
-    loop.done(application(spec("x"), spec("y", config="shaky")))
-    host.raises_at = {"shaky"}
-    for _ in range(4):
-        for tag in sorted(loop.running("app/y")):
-            host.kill(tag)
-        loop.steps(3, 1.0)
+    loop = crashing(host)
     host.raises_at = set()
-    assert loop.backend("app/y").start_failures >= 3
-    goal = loop.ask(application(spec("x", version="v2"), spec("y", config="shaky"))).goal_id
-    loop.settle()
-    assert loop.goal_status(goal) is GoalStatus.SUCCEEDED
+    loop.done(application(spec("x", version="v2"), spec("y", config="shaky")))
 
 
 # -- history -----------------------------------------------------------------------------------------------------------
@@ -563,37 +564,23 @@ def test_a_rollback_without_a_version_undoes_a_change_of_the_route_alone() -> No
 # -- what an application leaves out ------------------------------------------------------------------------------------
 
 
-def test_an_application_may_drop_a_deployment_that_does_not_start() -> None:
+@pytest.mark.parametrize(
+    ("part", "came_to"),
+    [(spec("y", code=BAD_CODE), GoalStatus.FAILED), (spec("y", cpus=99.0), GoalStatus.PENDING)],
+    ids=["does not start", "has no room"],
+)
+def test_an_application_may_drop_a_deployment_that_never_ran(
+    part: DeploymentSpec, came_to: GoalStatus
+) -> None:
     loop = Loop()
-    loop.ask(application(spec("x"), spec("y", code=BAD_CODE)))
-    loop.settle()
-    goal = loop.ask(application(spec("x"))).goal_id
-    loop.settle()
-    assert loop.goal_status(goal) is GoalStatus.SUCCEEDED
+    goal_id = loop.ask(application(spec("x"), part)).goal_id
+    loop.steps(80, 0.5)
+    assert loop.goal_status(goal_id) is came_to
+    loop.done(application(spec("x")))
     assert BackendTag("app/y") not in loop.checkpoint.backends
 
 
 def test_an_application_may_drop_a_deployment_that_crashes_again_and_again() -> None:
-    host = PureHost("host-1", cpus=20)
-    loop = Loop(host)
-    loop.done(application(spec("x"), spec("y", config="shaky")))
-    host.raises_at = {"shaky"}
-    for _ in range(4):
-        for tag in sorted(loop.running("app/y")):
-            host.kill(tag)
-        loop.steps(3, 1.0)
-    assert loop.backend("app/y").start_failures >= 3
-    goal = loop.ask(application(spec("x", version="v2"))).goal_id
-    loop.settle()
-    assert loop.goal_status(goal) is GoalStatus.SUCCEEDED
-    assert BackendTag("app/y") not in loop.checkpoint.backends
-
-
-def test_an_application_may_drop_a_deployment_that_has_no_room() -> None:
-    loop = Loop()
-    loop.ask(application(spec("x"), spec("y", cpus=99.0)))
-    loop.steps(4)
-    goal = loop.ask(application(spec("x"))).goal_id
-    loop.settle()
-    assert loop.goal_status(goal) is GoalStatus.SUCCEEDED
+    loop = crashing(PureHost("host-1", cpus=20))
+    loop.done(application(spec("x", version="v2")))
     assert BackendTag("app/y") not in loop.checkpoint.backends
