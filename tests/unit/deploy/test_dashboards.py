@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from deploy.grafana.boards.__main__ import files
-from serve_common.telemetry.catalogue import CATALOGUE, MetricKind, get_spec
+from serve_common.telemetry.catalogue import CATALOGUE, get_spec
+from serve_common.telemetry.catalogue.specs import MetricKind
 from tests.support.dashboards.checker import OTHERS, complaints
 from tests.support.dashboards.promql_words import grouping_labels, selectors
 from tests.support.dashboards.reading import DIRECTORY, ROOT, all_questions, dashboards, panels

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serve_common.telemetry.catalogue import CATALOGUE, OWN_PREFIX, Exporter, MetricKind, get_spec
+from serve_common.telemetry.catalogue import CATALOGUE, OWN_PREFIX, get_spec
 from serve_common.telemetry.catalogue.replicas import ONGOING_SECONDS
-from serve_common.telemetry.catalogue.specs import LABELS
+from serve_common.telemetry.catalogue.specs import LABELS, Exporter, MetricKind
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from tests.support.paths import ROOT
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from serve_common.telemetry.catalogue import Exporter, MetricKind, MetricSpec
+from serve_common.telemetry.catalogue.specs import Exporter, MetricKind, MetricSpec
 from serve_common.telemetry.metrics import OTHER, Aggregate, MetricConflict, ProcessMetrics
 
 

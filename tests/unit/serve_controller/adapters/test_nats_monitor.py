@@ -17,7 +17,8 @@ from serve_common.errors import BadField
 from serve_common.runtime.operations import metrics_page
 from serve_common.runtime.settings import Environment
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.catalogue import NATS_METRICS, get_spec
+from serve_common.telemetry.catalogue import get_spec
+from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from serve_controller.adapters.nats_monitor import (
     PAGE_BYTES_MAX,
     RETENTION_S,

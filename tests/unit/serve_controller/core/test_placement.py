@@ -13,7 +13,13 @@ from serve_common.protocol.reports import HostGoal
 from serve_controller.core.checkpoint import UNITS, fits
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S, observe_host
-from serve_controller.core.placement import GOAL_BYTES_MAX, Ledger, estimate_goal_bytes, resource_needs
+from serve_controller.core.placement import (
+    GOAL_BYTES_MAX,
+    Ledger,
+    Placer,
+    estimate_goal_bytes,
+    resource_needs,
+)
 from serve_controller.core.reconcile import SendHostGoal
 from serve_controller.core.rollout import NO_CAPACITY_FOR_CONFIG
 from serve_controller.core.views.hosts import view_hosts
@@ -106,7 +112,7 @@ def test_every_kind_of_resource_is_counted(name: str) -> None:
     loop = Loop(PureHost("host-1", cpus=8), PureHost("host-2", cpus=8, **{name: 2.0}))
     loop.hear_hosts()
     ledger = ledger_of(loop)
-    placer = ledger.placer(TAG, needing(**{name: 1.0}))
+    placer = Placer(ledger, TAG, needing(**{name: 1.0}))
     assert [placer.place() for _ in range(3)] == ["host-2", "host-2", None]
     assert ledger.why_not(TAG, needing(**{name: 3.0})) == f"needs 3 {name} (the freest host has 2)"
 
@@ -193,7 +199,7 @@ def test_people_are_told_what_lacks() -> None:
     loop.hosts[0].sequence = 10
     loop.hear_hosts()
     ledger = ledger_of(loop)
-    assert ledger.placer(TAG, needy).place() is None
+    assert Placer(ledger, TAG, needy).place() is None
     assert "no single host has room" in ledger.why_not(TAG, needy)
 
 

@@ -67,6 +67,13 @@ class FakeIngress:
         self.changed.set()
         return call, await waiter
 
+    def answer(self, response: Response) -> None:
+        """Answer the first request, whichever way it takes."""
+        if self.begun:
+            self.begun[0].on_response(self.begun[0], response)
+        else:
+            self.asked[0].waiter.set_result(response)
+
     def routing_error(self) -> str | None:
         return None
 
@@ -95,19 +102,33 @@ class Desk:
         self.writers.append(writer)
         return reader, writer
 
+    async def ask(
+        self, line: bytes = b"GET /", headers: bytes = b"\r\n", *, is_fast: bool = True
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new connection, whose first request has reached the ingress by the fast path, or by the other way."""
+        reader, writer = await self.connect()
+        writer.write(line + b" HTTP/1.1\r\n" + HOST + headers)
+        await self.ingress.until(lambda: self.ingress.begun if is_fast else self.ingress.asked)
+        return reader, writer
+
     async def start(self) -> None:
         self.writers: list[asyncio.StreamWriter] = []
         self.address = await self.server.start("127.0.0.1", 0)
 
 
-@pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
-    desk = Desk(HttpOptions(header_timeout_s=HEADER_TIMEOUT_S, body_bytes_max=100))
+@contextlib.asynccontextmanager
+async def listening(desk: Desk) -> AsyncIterator[Desk]:
     await desk.start()
     yield desk
     for writer in desk.writers:
         writer.close()
     await desk.server.close(1.0)
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    async with listening(Desk(HttpOptions(header_timeout_s=HEADER_TIMEOUT_S, body_bytes_max=100))) as desk:
+        yield desk
 
 
 def whole(body: bytes, *headers: tuple[bytes, bytes], status: int = 200) -> Response:
@@ -124,17 +145,24 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]
     return int(head[0].split(" ")[1]), headers, body
 
 
+async def goes_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """The connection serves another request, of a path that is not there."""
+    writer.write(b"GET /none HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert (await read_answer(reader))[0] == 404
+
+
+both_ways = pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
+
+
 async def test_a_simple_request_is_asked_and_answered_without_a_task(desk: Desk) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"POST /a/b?x=1 HTTP/1.1\r\n" + HOST + b"X-A: 1\r\nX-A: 2\r\nContent-Length: 2\r\n\r\nhi")
-    await desk.ingress.until(lambda: desk.ingress.begun)
+    reader, _ = await desk.ask(b"POST /a/b?x=1", b"X-A: 1\r\nX-A: 2\r\nContent-Length: 2\r\n\r\nhi")
     ask = desk.ingress.begun[0].spec
     assert (ask.method, ask.path, ask.query, ask.body) == ("POST", "/a/b", "x=1", b"hi")
     assert [value for name, value in ask.headers if name == b"x-a"] == [b"1", b"2"]
     assert ask.client.startswith("127.0.0.1:")
     assert desk.server.in_flight == 1
 
-    desk.ingress.begun[0].on_response(None, whole(b"ok", (b"Content-Type", b"text/x"), (b"set-cookie", b"a")))
+    desk.ingress.answer(whole(b"ok", (b"Content-Type", b"text/x"), (b"set-cookie", b"a")))
     status, headers, body = await read_answer(reader)
     assert (status, body) == (200, b"ok")
     assert (headers["content-type"], headers["set-cookie"], headers["server"]) == ("text/x", "a", "muster")
@@ -149,16 +177,13 @@ async def test_a_simple_request_is_asked_and_answered_without_a_task(desk: Desk)
 async def test_an_answer_without_a_body_by_its_status_has_none(
     desk: Desk, status: int, length: str | None
 ) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.begun)
-    desk.ingress.begun[0].on_response(None, whole(b"", (b"content-length", b"7"), (b"x", b""), status=status))
+    reader, writer = await desk.ask()
+    desk.ingress.answer(whole(b"", (b"content-length", b"7"), (b"x", b""), status=status))
     head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).decode()
     assert head.startswith(f"HTTP/1.1 {status} ")
     assert "\r\nx: \r\n" in head
     assert (f"content-length: {length}" in head) if length else ("content-length" not in head)
-    writer.write(b"GET /none HTTP/1.1\r\n" + HOST + b"\r\n")
-    assert (await read_answer(reader))[0] == 404
+    await goes_on(reader, writer)
 
 
 async def test_errors_are_problems(desk: Desk) -> None:
@@ -176,69 +201,44 @@ async def test_errors_are_problems(desk: Desk) -> None:
     assert desk.ingress.routes.unmatched.counts == {("GET", 404): 1, ("GET", 500): 1}
 
 
-async def test_an_answer_that_would_break_apart_is_a_bad_gateway(desk: Desk) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.begun)
-    desk.ingress.begun[0].on_response(None, whole(b"", (b"x", b"a\r\nset-cookie: b")))
-    assert (await read_answer(reader))[0] == 502
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
+@both_ways
 async def test_headers_leave_as_the_bytes_that_they_are(
     desk: Desk, target: bytes, *, is_streamed: bool
 ) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
-    ingress = desk.ingress
-    await ingress.until(lambda: ingress.begun or ingress.asked)
+    reader, _ = await desk.ask(b"GET " + target, is_fast=target == b"/")
     answer = whole(b"ok", (b"x-latin", b"\xe4\xff"), (b"x-latin", "ä€".encode()), (b"x", b"1"))
     if is_streamed:
         body = ResponseBody(memoryview(b"o"), lambda _: None)
         body.add(memoryview(b"k"), last=True)
         answer = Response(200, [*answer.headers, (b"content-length", b"2")], memoryview(b"o"), body)
-    if ingress.begun:
-        ingress.begun[0].on_response(ingress.begun[0], answer)
-    else:
-        ingress.asked[0].waiter.set_result(answer)
+    desk.ingress.answer(answer)
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
     assert await asyncio.wait_for(reader.readexactly(2), 30) == b"ok"
-    assert bool(ingress.begun) == (target == b"/")
     lines = head.split(b"\r\n")
     assert lines[0] == b"HTTP/1.1 200 OK"
     assert lines[1:4] == [b"x-latin: \xe4\xff", "x-latin: ä€".encode(), b"x: 1"]
     assert b"server: muster" in [line.lower() for line in lines]
 
 
-@pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
+@both_ways
 async def test_a_stream_begins_before_its_first_piece(desk: Desk, target: bytes) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
-    ingress = desk.ingress
-    await ingress.until(lambda: ingress.begun or ingress.asked)
+    reader, _ = await desk.ask(b"GET " + target, is_fast=target == b"/")
     body = ResponseBody(memoryview(b""), lambda _: None)
     answer = Response(200, [], memoryview(b""), body)
-    if ingress.begun:
-        ingress.begun[0].on_response(ingress.begun[0], answer)
-    else:
-        ingress.asked[0].waiter.set_result(answer)
+    desk.ingress.answer(answer)
     assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).startswith(b"HTTP/1.1 200 OK\r\n")
     body.add(memoryview(b"ab"), last=True)
     assert await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 30) == b"2\r\nab\r\n0\r\n\r\n"
 
 
-@pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
-async def test_a_control_byte_in_an_answers_header_is_a_bad_gateway(desk: Desk, target: bytes) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
-    ingress = desk.ingress
-    await ingress.until(lambda: ingress.begun or ingress.asked)
-    answer = whole(b"", (b"x", b"a\x01"))
-    if ingress.begun:
-        ingress.begun[0].on_response(None, answer)
-    else:
-        ingress.asked[0].waiter.set_result(answer)
+@both_ways
+@pytest.mark.parametrize("value", [b"a\x01", b"a\r\nset-cookie: b"], ids=["control byte", "line end"])
+async def test_an_answer_that_would_break_apart_is_a_bad_gateway(
+    desk: Desk, target: bytes, value: bytes
+) -> None:
+    reader, _ = await desk.ask(b"GET " + target, is_fast=target == b"/")
+    desk.ingress.answer(whole(b"", (b"x", value)))
     assert (await read_answer(reader))[0] == 502
 
 
@@ -265,7 +265,7 @@ async def test_pipelined_requests_are_answered_in_order_whichever_way_they_take(
     await asyncio.sleep(0.05)
     assert len(desk.ingress.begun) == 1
     assert not desk.ingress.asked
-    desk.ingress.begun[0].on_response(None, whole(b"first"))
+    desk.ingress.answer(whole(b"first"))
     assert (await read_answer(reader))[2] == b"first"
     await desk.ingress.until(lambda: desk.ingress.asked)
     desk.ingress.asked[0].waiter.set_result(whole(b""))
@@ -280,29 +280,31 @@ async def test_pipelined_requests_are_answered_in_order_whichever_way_they_take(
     assert (await read_answer(reader))[2] == b"again"
 
 
-async def test_a_client_that_leaves_is_given_up_at_once(desk: Desk) -> None:
-    _, writer = await desk.connect()
-    writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.begun)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_leaves_is_given_up_at_once(desk: Desk, *, is_streamed: bool) -> None:
+    _, writer = await desk.ask()
+    (call,) = desk.ingress.begun
+    if is_streamed:
+        body = ResponseBody(memoryview(b"ab"), lambda _: None)
+        call.on_response(call, Response(200, [], memoryview(b"ab"), body))
+        await asyncio.sleep(0.05)
     writer.transport.abort()
-    await desk.ingress.until(lambda: desk.ingress.abandoned)
-    assert desk.ingress.abandoned == [desk.ingress.begun[0]]
+    await desk.ingress.until(lambda: call in desk.ingress.abandoned)
     assert desk.server.in_flight == 0
-    assert desk.ingress.endpoint.stats.counts == {("GET", CLIENT_GONE): 1}
+    if not is_streamed:
+        assert desk.ingress.abandoned == [call]
+        assert desk.ingress.endpoint.stats.counts == {("GET", CLIENT_GONE): 1}
 
 
 async def test_an_answer_in_pieces_is_streamed_and_the_connection_goes_on(desk: Desk) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.begun)
+    reader, writer = await desk.ask()
     call = desk.ingress.begun[0]
     body = ResponseBody(memoryview(b"ab"), lambda _: None)
     call.on_response(call, Response(200, [(b"content-length", b"4")], memoryview(b"ab"), body))
     body.add(memoryview(b"cd"), last=True)
     assert (await read_answer(reader))[::2] == (200, b"abcd")
     assert desk.ingress.endpoint.stats.counts == {("GET", 200): 1}
-    writer.write(b"GET /none HTTP/1.1\r\n" + HOST + b"\r\n")
-    assert (await read_answer(reader))[0] == 404
+    await goes_on(reader, writer)
     assert desk.server.in_flight == 0
 
 
@@ -310,9 +312,7 @@ async def test_an_answer_in_pieces_is_streamed_and_the_connection_goes_on(desk: 
 async def test_a_stream_whose_status_has_no_body_is_answered_and_the_connection_goes_on(
     desk: Desk, status: int
 ) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"DELETE / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.begun)
+    reader, writer = await desk.ask(b"DELETE /")
     call = desk.ingress.begun[0]
     call.on_response(
         call, Response(status, [(b"x", b"y")], memoryview(b""), ResponseBody(memoryview(b""), lambda _: None))
@@ -322,30 +322,13 @@ async def test_a_stream_whose_status_has_no_body_is_answered_and_the_connection_
     assert "x: y" in head
     assert "server: muster" in head.lower()
     assert "connection: close" not in head.lower()
-    writer.write(b"GET /none HTTP/1.1\r\n" + HOST + b"\r\n")
-    assert (await read_answer(reader))[0] == 404
-    assert desk.server.in_flight == 0
-
-
-async def test_a_client_that_leaves_a_stream_is_given_up(desk: Desk) -> None:
-    _, writer = await desk.connect()
-    writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.begun)
-    call = desk.ingress.begun[0]
-    call.on_response(
-        call, Response(200, [], memoryview(b"ab"), ResponseBody(memoryview(b"ab"), lambda _: None))
-    )
-    await asyncio.sleep(0.05)
-    writer.transport.abort()
-    await desk.ingress.until(lambda: call in desk.ingress.abandoned)
+    await goes_on(reader, writer)
     assert desk.server.in_flight == 0
 
 
 async def test_what_is_not_simple_takes_the_long_way(desk: Desk) -> None:
-    reader, writer = await desk.connect()
-    writer.write(b"HEAD / HTTP/1.1\r\n" + HOST + b"\r\n")
-    await desk.ingress.until(lambda: desk.ingress.asked)
-    desk.ingress.asked[0].waiter.set_result(whole(b""))
+    reader, writer = await desk.ask(b"HEAD /", is_fast=False)
+    desk.ingress.answer(whole(b""))
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
     writer.write(b"GET /-/healthz HTTP/1.1\r\n" + HOST + b"\r\n")
     assert (await read_answer(reader))[0] == 200
@@ -379,8 +362,7 @@ async def test_a_head_in_pieces_that_comes_in_time_is_as_good(desk: Desk) -> Non
     assert (await read_answer(reader))[0] == 404
     let_pass(HEADER_TIMEOUT_S)
     await asyncio.sleep(0.05)
-    writer.write(b"GET /none HTTP/1.1\r\n" + HOST + b"\r\n")
-    assert (await read_answer(reader))[0] == 404
+    await goes_on(reader, writer)
 
 
 # Bodies that find no room: refused at their head however their client sends; what it still sends is dropped.
@@ -398,11 +380,8 @@ async def full_desk() -> AsyncIterator[Desk]:
     full_desk.ingress.memory = UploadMemory(admitted_bytes_max=MIB)
     full_desk.requests._endpoints._memory = full_desk.ingress.memory
     full_desk.ingress.memory.admit(MIB)
-    await full_desk.start()
-    yield full_desk
-    for writer in full_desk.writers:
-        writer.close()
-    await full_desk.server.close(1.0)
+    async with listening(full_desk):
+        yield full_desk
 
 
 def connection_of(full_desk: Desk) -> HttpConnection:
@@ -482,10 +461,7 @@ async def test_what_comes_before_it_is_answered_first_and_what_comes_behind_is_n
         await full_desk.ingress.until(lambda: full_desk.ingress.begun)
     writer.write(b"POST /a HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + bytes(6 * MIB) + good)
     await full_desk.ingress.until(lambda: full_desk.ingress.begun or full_desk.ingress.asked)
-    if full_desk.ingress.begun:
-        full_desk.ingress.begun[0].on_response(None, whole(b"ok"))
-    else:
-        full_desk.ingress.asked[0].waiter.set_result(whole(b"ok"))
+    full_desk.ingress.answer(whole(b"ok"))
     assert (await read_answer(reader))[::2] == (200, b"ok")
     await refused(reader)
     assert await asyncio.wait_for(reader.read(), 30) == b""
@@ -511,7 +487,7 @@ async def test_a_small_body_that_finds_room_is_let_in_beside_them(full_desk: Des
     await asyncio.sleep(0.05)
     writer.write(bytes(100))
     await full_desk.ingress.until(lambda: full_desk.ingress.asked)
-    full_desk.ingress.asked[0].waiter.set_result(whole(b"ok"))
+    full_desk.ingress.answer(whole(b"ok"))
     assert (await read_answer(reader))[0] == 200
 
 

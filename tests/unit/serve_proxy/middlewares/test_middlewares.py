@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from serve_common.config.backend import EndpointOptions, HttpOptions
-from serve_common.dispatch.admission import RequestStats
+from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.calls import Response, ResponseBody
-from serve_common.dispatch.request_body import UploadMemory
-from serve_common.errors import BadField, NotFound
+from serve_common.errors import BadField
 from serve_common.runtime.settings import Environment
 from serve_proxy.http.middlewares import load_middlewares
 from serve_proxy.http.requests import HttpRequests
@@ -24,6 +22,7 @@ from serve_proxy.middlewares.api_keys import parse_keys
 from serve_proxy.middlewares.cors import read_cors_rules
 from serve_proxy.middlewares.rate_limit import CallerBuckets, read_rate_rules
 from serve_proxy.shell.ingress import MiddlewareRefused
+from tests.unit.serve_proxy.http.test_fast_path import FakeIngress
 
 KEY = "a-key-of-enough-characters"
 
@@ -175,25 +174,12 @@ SHOP_KEY = "shop-key-of-enough-characters"
 OTHER_KEY = "other-key-of-enough-characters"
 
 
-class Replicas:
+class Replicas(FakeIngress):
     """Answers at once: /stream in pieces, /none not at all, everything else whole. Keeps what it was asked."""
 
-    is_open = True
-    is_draining = False
-
     def __init__(self) -> None:
-        self.memory = UploadMemory()
-        self.routes = SimpleNamespace(unmatched=RequestStats())
-        self.endpoint = SimpleNamespace(
-            tag="d/a", route="/", stats=RequestStats(), options=EndpointOptions(), shadows=(), methods=()
-        )
-        self.asked: list = []
+        super().__init__()
         self.answer_headers = [(b"content-type", b"text/plain"), (b"vary", b"Accept")]
-
-    def admit(self, _method: str, path: str):
-        if path == "/none":
-            raise NotFound("nothing is there")
-        return self.endpoint
 
     async def send(self, spec):
         self.asked.append(spec)
@@ -202,9 +188,6 @@ class Replicas:
         body = ResponseBody(memoryview(b"st"), lambda _: None)
         body.add(memoryview(b"ream"), last=True)
         return SimpleNamespace(spec=spec), Response(200, self.answer_headers, memoryview(b""), body)
-
-    def abandon(self, call) -> None:
-        """Nothing is held."""
 
 
 class Proxy:

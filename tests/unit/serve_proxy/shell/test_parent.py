@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -61,6 +62,17 @@ class Started:
         return self.children[count - 1][1]
 
 
+@contextlib.asynccontextmanager
+async def running(
+    processes: int, drain_timeout_s: float = 1
+) -> AsyncIterator[tuple[Started, Parent, asyncio.Task[int]]]:
+    """A parent that runs; it must have ended at the end."""
+    started = Started()
+    parent = Parent(started, processes, drain_timeout_s=drain_timeout_s)
+    async with asyncio.TaskGroup() as group:
+        yield started, parent, group.create_task(parent.run())
+
+
 def listening(child: PlayedChild, port: int = 1) -> PlayedChild:
     child.operations_port = port
     return child
@@ -68,10 +80,7 @@ def listening(child: PlayedChild, port: int = 1) -> PlayedChild:
 
 async def test_all_are_stopped_together_and_the_exit_code_says_whether_all_ended_in_order() -> None:
     for codes, expected in (((0, 0), 0), ((0, 1), 1), ((-9, 0), 1)):
-        started = Started()
-        parent = Parent(started, 2, drain_timeout_s=1)
-        async with asyncio.TaskGroup() as group:
-            run = group.create_task(parent.run())
+        async with running(2) as (started, parent, run):
             children = [listening(await started.until(count)) for count in (1, 2)]
             assert sorted(number for number, _ in started.children) == [1, 2]
             assert parent.readiness_error() is None
@@ -85,10 +94,7 @@ async def test_all_are_stopped_together_and_the_exit_code_says_whether_all_ended
 
 
 async def test_one_that_ends_is_started_again_and_missed_meanwhile() -> None:
-    started = Started()
-    parent = Parent(started, 1, drain_timeout_s=1)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(parent.run())
+    async with running(1) as (started, parent, _):
         for life in (1, 2):
             child = listening(await started.until(life))
             await eventually(lambda: parent.readiness_error() is None)
@@ -102,10 +108,7 @@ async def test_one_that_ends_is_started_again_and_missed_meanwhile() -> None:
 
 
 async def test_one_that_never_listened_ends_all_with_its_exit_code() -> None:
-    started = Started()
-    parent = Parent(started, 2, drain_timeout_s=1)
-    async with asyncio.TaskGroup() as group:
-        run = group.create_task(parent.run())
+    async with running(2) as (started, _, run):
         first, second = await started.until(1), listening(await started.until(2))
         first.end.set_result(3)
         await eventually(lambda: second.heard)
@@ -115,10 +118,7 @@ async def test_one_that_never_listened_ends_all_with_its_exit_code() -> None:
 
 
 async def test_one_that_was_stopped_before_it_heard_signals_counts_as_ended_in_order() -> None:
-    started = Started()
-    parent = Parent(started, 1, drain_timeout_s=1)
-    async with asyncio.TaskGroup() as group:
-        run = group.create_task(parent.run())
+    async with running(1) as (started, parent, run):
         child = await started.until(1)
         parent.stop()
         child.end.set_result(-signal.SIGTERM)
@@ -127,10 +127,7 @@ async def test_one_that_was_stopped_before_it_heard_signals_counts_as_ended_in_o
 
 async def test_one_that_drains_for_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_proxy.shell.parent.KILL_MARGIN_S", 0.0)
-    started = Started()
-    parent = Parent(started, 1, drain_timeout_s=0.01)
-    async with asyncio.TaskGroup() as group:
-        run = group.create_task(parent.run())
+    async with running(1, 0.01) as (started, parent, run):
         child = listening(await started.until(1))
         parent.stop()
         await eventually(lambda: "kill" in child.heard)

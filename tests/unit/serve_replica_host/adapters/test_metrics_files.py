@@ -20,11 +20,24 @@ from serve_replica_host.adapters.metrics_files import MetricsFiles
 from tests.support.servers.small_disk import SmallDisk
 
 
-def _write(file: Path, name: str, values: dict[str, float], metric: str | None = None) -> None:
+def _write(
+    file: Path, name: str, values: dict[str, float], metric: str | None = None, label: str = "code"
+) -> None:
     stored = MmapedDict(str(file))
-    for label, value in values.items():
-        stored.write_value(mmap_key(metric or name, name, ["code"], [label], "Help"), value, 0.0)
+    for label_value, value in values.items():
+        stored.write_value(mmap_key(metric or name, name, [label], [label_value], "Help"), value, 0.0)
     stored.close()
+
+
+def _run(source: str, directory: Path, *arguments: str) -> str:
+    """What a Python process with these files of metrics prints."""
+    return subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        env={"PROMETHEUS_MULTIPROC_DIR": str(directory)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
 
 
 def _process(directory: Path, pid: int, requests: float) -> None:
@@ -123,17 +136,10 @@ sys.stdout.write(generate_latest(metrics.registry).decode())
 
 
 def test_the_host_serves_what_replicas_and_itself_counted(tmp_path: Path) -> None:
-    environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", _REPLICA], env=environment, check=True)
-    host = subprocess.run(
-        [sys.executable, "-c", _HOST, str(tmp_path)],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    _run(_REPLICA, tmp_path)
+    page = _run(_HOST, tmp_path, str(tmp_path))
 
-    lines = host.stdout.splitlines()
+    lines = page.splitlines()
     for expected in (
         'serve_replica_requests_total{backend_tag="default/app",code="200"} 4.0',
         'serve_replica_requests_total{backend_tag="default/app",code="500"} 1.0',
@@ -158,7 +164,7 @@ def test_the_host_serves_what_replicas_and_itself_counted(tmp_path: Path) -> Non
         'serve_replica_start_seconds_bucket{backend_tag="default/app",kind="spare",le="0.25"} 1.0',
         'serve_replica_failures_total{backend_tag="default/app",reason="death"} 1.0',
     ):
-        assert expected in lines, host.stdout
+        assert expected in lines, page
 
 
 def test_counters_never_fall_by_the_rounding_of_sums_in_another_order(tmp_path: Path) -> None:
@@ -175,9 +181,13 @@ def test_counters_never_fall_by_the_rounding_of_sums_in_another_order(tmp_path: 
 
 def test_backends_that_ended_long_ago_are_forgotten_and_those_that_run_are_not(tmp_path: Path) -> None:
     files = MetricsFiles(tmp_path, backends_max=10)
-    _backend_counter(tmp_path, 1000, "app/0")  # an old one that runs again
+
+    def count(pid: int, backend_tag: str) -> None:
+        _write(tmp_path / f"counter_{pid}.db", "a_total", {backend_tag: 1.0}, "a", "backend_tag")
+
+    count(1000, "app/0")  # an old one that runs again
     for number in range(25):
-        _backend_counter(tmp_path, number + 1, f"app/{number}")
+        count(number + 1, f"app/{number}")
         files.retire(str(number + 1))
 
     left = {
@@ -186,12 +196,6 @@ def test_backends_that_ended_long_ago_are_forgotten_and_those_that_run_are_not(t
     assert left.pop("app/0") == 2.0
     assert len(left) <= 10
     assert {f"app/{number}" for number in range(20, 25)} <= set(left)
-
-
-def _backend_counter(directory: Path, pid: int, backend_tag: str) -> None:
-    stored = MmapedDict(str(directory / f"counter_{pid}.db"))
-    stored.write_value(mmap_key("a", "a_total", ["backend_tag"], [backend_tag], "Help"), 1.0, 0.0)
-    stored.close()
 
 
 _USERS_CODE = """
@@ -215,17 +219,6 @@ print(os.getpid())
 """
 
 
-def _replica_of_users(directory: Path) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", _USERS_CODE],
-        env={"PROMETHEUS_MULTIPROC_DIR": str(directory)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return int(done.stdout)
-
-
 def _samples(files: MetricsFiles) -> dict[str, float]:
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value
@@ -236,7 +229,7 @@ def _samples(files: MetricsFiles) -> dict[str, float]:
 
 def test_users_metrics_bear_the_backend_and_outlive_their_replica(tmp_path: Path) -> None:
     files = MetricsFiles(tmp_path)
-    pids = [_replica_of_users(tmp_path) for _ in range(2)]
+    pids = [int(_run(_USERS_CODE, tmp_path)) for _ in range(2)]
     backend = ("backend_tag", "default/app")
     shown = _samples(files)
     assert shown[f"hits_total{[backend, ('model', 'a')]}"] == 6.0

@@ -50,6 +50,7 @@ class FarWorld:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "host"
+        self.far_directory = directory / "far"
         self.files = MetricsFiles(self.directory)
         self.files.clean()
         self.far_files = RemoteFiles(self.directory)
@@ -92,6 +93,10 @@ class FarWorld:
     def answer(self, fetched: RemoteTelemetry) -> None:
         self.asked[-1][1].set_result(msgspec.msgpack.encode(fetched))
 
+    def answer_files(self, requests: float, pid: int = 7) -> None:
+        """Answer with all files that are there, after that process has written its own."""
+        self.answer(RemoteTelemetry(written(self.far_directory, pid, requests)))
+
     def pass_time(self) -> None:
         """Everything that was to happen later."""
         timers, self.timers = self.timers, []
@@ -107,27 +112,25 @@ def world(tmp_path: Path) -> FarWorld:
     return FarWorld(tmp_path)
 
 
-def test_what_was_fetched_is_on_the_page_and_the_next_is_asked_for_a_second_later(
-    world: FarWorld, tmp_path: Path
-) -> None:
+def test_what_was_fetched_is_on_the_page_and_the_next_is_asked_for_a_second_later(world: FarWorld) -> None:
     world.far.fetch()
     assert len(world.asked) == 1
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
+    world.answer_files(5.0)
 
     assert world.shown() == {"requests_total": 5.0, "in_flight": 5.0}
     assert [path.name for path in world.directory.glob("counter*")] == ["counter_abc-7.db"]
     assert FETCH_INTERVAL_S in [delay_s for delay_s, _ in world.timers]
     world.pass_time()
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 6.0)))
+    world.answer_files(6.0)
     assert len(world.asked) == 2
     assert world.shown() == {"requests_total": 6.0, "in_flight": 6.0}
 
 
 def test_while_one_that_is_asked_hangs_it_is_not_asked_again_and_its_gauges_leave_the_page(
-    world: FarWorld, tmp_path: Path
+    world: FarWorld,
 ) -> None:
     world.far.fetch()
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
+    world.answer_files(5.0)
     world.pass_time()
     assert len(world.asked) == 2
 
@@ -136,15 +139,13 @@ def test_while_one_that_is_asked_hangs_it_is_not_asked_again_and_its_gauges_leav
 
     assert len(world.asked) == 2
     assert world.shown() == {"requests_total": 5.0}
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
+    world.answer_files(5.0)
     assert world.shown() == {"requests_total": 5.0, "in_flight": 5.0}
 
 
-def test_one_that_cannot_be_reached_is_asked_again_and_unknown_meanwhile(
-    world: FarWorld, tmp_path: Path
-) -> None:
+def test_one_that_cannot_be_reached_is_asked_again_and_unknown_meanwhile(world: FarWorld) -> None:
     world.far.fetch()
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
+    world.answer_files(5.0)
     world.pass_time()
     world.asked[-1][1].set_exception(ActorUnavailableError("no way to it", None))
 
@@ -153,12 +154,10 @@ def test_one_that_cannot_be_reached_is_asked_again_and_unknown_meanwhile(
     assert len(world.asked) == 3
 
 
-def test_the_last_words_of_a_process_are_not_replaced_by_what_was_said_before(
-    world: FarWorld, tmp_path: Path
-) -> None:
-    earlier = written(tmp_path / "far", 7, 5.0)
+def test_the_last_words_of_a_process_are_not_replaced_by_what_was_said_before(world: FarWorld) -> None:
+    earlier = written(world.far_directory, 7, 5.0)
     world.far.fetch()
-    world.far.store_final(RemoteTelemetry(written(tmp_path / "far", 7, 9.0), b"last\n"))
+    world.far.store_final(RemoteTelemetry(written(world.far_directory, 7, 9.0), b"last\n"))
     world.answer(RemoteTelemetry(earlier, b"said before\n"))
     world.far.end()
     world.files.retire(world.far.process)
@@ -170,11 +169,11 @@ def test_the_last_words_of_a_process_are_not_replaced_by_what_was_said_before(
     assert list(world.directory.iterdir()) == []
 
 
-def test_an_answer_after_the_end_brings_no_file_back(world: FarWorld, tmp_path: Path) -> None:
+def test_an_answer_after_the_end_brings_no_file_back(world: FarWorld) -> None:
     world.far.fetch()
     world.far.end()
     world.files.retire(world.far.process)
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
+    world.answer_files(5.0)
     world.pass_time()
 
     assert list(world.directory.iterdir()) == []
@@ -192,9 +191,9 @@ def test_no_more_lines_are_asked_for_while_the_last_ones_are_not_written(world: 
     assert [with_lines for with_lines, _ in world.asked] == [True, False, True]
 
 
-def test_metrics_that_are_too_large_are_unknown_and_not_old(world: FarWorld, tmp_path: Path) -> None:
+def test_metrics_that_are_too_large_are_unknown_and_not_old(world: FarWorld) -> None:
     world.far.fetch()
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
+    world.answer_files(5.0)
     world.pass_time()
     world.answer(RemoteTelemetry(left_out_bytes=10**7))
 
@@ -202,11 +201,11 @@ def test_metrics_that_are_too_large_are_unknown_and_not_old(world: FarWorld, tmp
 
 
 def test_files_of_processes_that_a_replica_has_forked_are_kept_apart_and_folded_with_it(
-    world: FarWorld, tmp_path: Path
+    world: FarWorld,
 ) -> None:
-    written(tmp_path / "far", 7, 5.0)
+    written(world.far_directory, 7, 5.0)
     world.far.fetch()
-    world.answer(RemoteTelemetry(written(tmp_path / "far", 8, 2.0)))
+    world.answer_files(2.0, pid=8)
 
     assert world.shown() == {"requests_total": 7.0, "in_flight": 7.0}
     world.far.end()
@@ -215,17 +214,17 @@ def test_files_of_processes_that_a_replica_has_forked_are_kept_apart_and_folded_
 
 
 @pytest.mark.parametrize("name", ["counter_../../x_7.db", "other_7.db", "counter_7.db.db", "gauge_a_b_7.db"])
-def test_what_is_no_file_of_metrics_is_not_written(world: FarWorld, tmp_path: Path, name: str) -> None:
-    good = written(tmp_path / "far", 7, 5.0)["counter_7.db"]
+def test_what_is_no_file_of_metrics_is_not_written(world: FarWorld, name: str) -> None:
+    good = written(world.far_directory, 7, 5.0)["counter_7.db"]
 
     world.far_files.put(world.far.process, {name: good, "counter_7.db": good[:-1], "counter_8.db": b""})
 
     assert list(world.directory.iterdir()) == []
 
 
-def test_equal_pids_on_two_machines_are_two_processes(world: FarWorld, tmp_path: Path) -> None:
+def test_equal_pids_on_two_machines_are_two_processes(world: FarWorld) -> None:
     written(world.directory, 7, 1.0)
-    world.far_files.put("abc-7", written(tmp_path / "far", 7, 5.0))
+    world.far_files.put("abc-7", written(world.far_directory, 7, 5.0))
     assert world.shown()["requests_total"] == 6.0
 
     world.files.retire("7")

@@ -66,6 +66,10 @@ class Bench:
                 await self._came.wait()
         return self.outcomes
 
+    def drop(self, exchange: ReplicaRequest) -> None:
+        exchange.is_dropped = True
+        self.side.take(Drop(exchange))
+
     async def serve(self, exchange: ReplicaRequest) -> IoEvent:
         self.side.take(exchange)
         await asyncio.wait_for(self.side.wait_idle(), 30)
@@ -272,8 +276,7 @@ async def test_a_dropped_request_is_cancelled_and_ends() -> None:
     bench, request = Bench(handler), exchange()
     bench.side.take(request)
     await entered.wait()
-    request.is_dropped = True
-    bench.side.take(Drop(request))
+    bench.drop(request)
 
     assert await bench.until(1) == [Ended(request)]
     await bench.side.wait_idle()
@@ -285,8 +288,7 @@ async def test_a_request_dropped_before_it_began_never_runs_and_still_ends() -> 
 
     bench, request = Bench(handler), exchange()
     bench.side.take(request)
-    request.is_dropped = True
-    bench.side.take(Drop(request))
+    bench.drop(request)
     await asyncio.wait_for(bench.side.wait_idle(), 30)
     await asyncio.sleep(0)
 
@@ -310,8 +312,7 @@ async def test_code_that_listens_for_the_caller_hears_that_it_is_gone() -> None:
     bench.side.take(request)
     await listening.wait()
     await asyncio.sleep(0)
-    request.is_dropped = True
-    bench.side.take(Drop(request))
+    bench.drop(request)
     await asyncio.wait_for(bench.side.wait_idle(), 30)
 
     assert heard in (["http.disconnect"], ["cancelled"])
