@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,16 +12,15 @@ import pytest
 import pytest_asyncio
 
 from bench.scaling.clients import Clients
-from muster.client import StackAddress, connect_stack
+from muster.client import connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack
-from muster.secrets import Secrets
 from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetAutoscaling, GetDeploymentInfo, GetEvents
 from serve_common.api.views import AutoscalingView, EventView, GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.identities.roles import Role
+from tests.support.identities import admin_address
 from tests.support.paths import APPS
 from tests.support.servers.reserved_port import ANY_PORTS
 
@@ -95,8 +93,7 @@ class Scaled:
 async def scaled(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scaled]:
     async with EmbeddedStack(tmp_path_factory.mktemp("scaled"), ANY_PORTS) as stack:
         record = stack.record
-        file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
-        async with connect_stack(StackAddress(urls=(record.nats_url,), credentials_file=file)) as reached:
+        async with connect_stack(admin_address(record)) as reached:
             yield Scaled(reached.admin, record.http_url)
 
 

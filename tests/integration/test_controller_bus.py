@@ -37,7 +37,6 @@ from serve_controller.shell.service import ControllerService
 from tests.simulation.world import SilentTelemetry
 from tests.support.memory_store import MemoryStore
 from tests.support.servers.nats_server import NatsServer, connected
-from tests.support.stacks.control_plane import eventually as until
 from tests.support.waiting import eventually
 
 SOON_S = 15.0
@@ -125,7 +124,7 @@ class Caller:
 
     async def until_leading(self) -> None:
         """Until somebody answers as the leader."""
-        await until(self._is_led)
+        await eventually(self._is_led)
 
     async def _is_led(self) -> bool:
         try:
@@ -301,8 +300,8 @@ async def test_the_bucket_follows_what_is_recorded(stack: Stack) -> None:
         found = [bucket.get(key) for key in ("endpoints.default.a", "backends.default.a")]
         return all(snapshot is not None and snapshot.content is None for snapshot in found)
 
-    await until(is_gone)
-    await until(stack.bucket_is_as_recorded)
+    await eventually(is_gone)
+    await eventually(stack.bucket_is_as_recorded)
 
 
 @pytest.mark.parametrize("is_purged", [False, True])
@@ -313,7 +312,7 @@ async def test_a_bucket_that_is_lost_or_purged_is_refilled(stack: Stack, *, is_p
         await context.purge_stream(f"KV_{stack.subjects.bucket}")
     else:
         await context.delete_key_value(stack.subjects.bucket)
-    await until(stack.bucket_is_as_recorded)
+    await eventually(stack.bucket_is_as_recorded)
 
 
 async def test_what_does_not_belong_into_the_bucket_is_put_right(stack: Stack) -> None:
@@ -323,7 +322,7 @@ async def test_what_does_not_belong_into_the_bucket_is_put_right(stack: Stack) -
     await kv.put("endpoints.default.a", b"nonsense")
     await kv.put("backends.nobody", b"{}")
     await kv.delete("endpoints.default.a")
-    await until(stack.bucket_is_as_recorded)
+    await eventually(stack.bucket_is_as_recorded)
 
 
 async def test_many_who_wait_do_not_hold_up_the_others(stack: Stack) -> None:
@@ -392,14 +391,14 @@ async def test_who_reports_in_the_name_of_a_host_or_proxy_that_lives_is_not_beli
 
     await client.subscribe(subjects.events, cb=hear)
     await report()
-    await until(lambda: get_status(stack, seen))
+    await eventually(lambda: get_status(stack, seen))
     deployed = await stack.caller.call("deploy", **deploy_fields("a"))
 
     async def is_notified() -> bool:
         await report()
         return {event.kind for event in told} == {"host", "proxy"}
 
-    await until(is_notified)
+    await eventually(is_notified)
     status = await get_status(stack, seen)
     assert status is not None
     assert [(host.host_id, host.status) for host in status.hosts] == [("host-1", "live")]
@@ -441,7 +440,7 @@ async def test_a_flood_of_wakes_is_not_listened_to_and_holds_up_no_backend_that_
             came = [heard.get_nowait() for _ in range(heard.qsize())]
             return backend in came
 
-        await until(is_heard)
+        await eventually(is_heard)
 
     try:
         await flood("default/other", b"garbage")
@@ -499,8 +498,8 @@ async def test_two_controllers_have_one_voice_and_the_second_takes_over(stack: S
     assert json.loads(waiting.result().data)["code"] == "not_leading"
     await eventually(lambda: first.service.term is None)
     # Until its calls are withdrawn, the first one may still be asked, and says that it does not lead.
-    await until(lambda: _is_led_by(stack, "controller-2"))
-    await until(lambda: has_one_voice(stack))
+    await eventually(lambda: _is_led_by(stack, "controller-2"))
+    await eventually(lambda: has_one_voice(stack))
     status = await stack.caller.call("get_status")
     assert (status.controller_id, status.epoch) == ("controller-2", 3)
     assert first.failures == second.failures == []
@@ -543,7 +542,7 @@ async def test_terms_one_after_another_leave_nothing_behind(stack: Stack) -> Non
     # What ended lately may still be on its way out.
     await eventually(lambda: subscriptions() == before)
     await eventually(lambda: len(asyncio.all_tasks()) <= tasks_before + 1)
-    await until(lambda: has_one_voice(stack))
+    await eventually(lambda: has_one_voice(stack))
 
 
 async def test_nats_killed_and_started_again_and_the_controller_goes_on(server: NatsServer) -> None:
@@ -560,7 +559,7 @@ async def test_nats_killed_and_started_again_and_the_controller_goes_on(server: 
         # Not only its own writes: what others do to the bucket is seen again, too.
         kv = await stack.client.jetstream().key_value(stack.subjects.bucket)
         await kv.put("backends.default.a", b"nonsense")
-        await until(stack.bucket_is_as_recorded)
+        await eventually(stack.bucket_is_as_recorded)
         assert stack.controller.failures == []
 
 

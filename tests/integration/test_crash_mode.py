@@ -26,8 +26,8 @@ from tests.support.stacks.control_plane import (
     ControllerProcess,
     ControlPlane,
     deploy_request,
-    eventually,
 )
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -189,7 +189,7 @@ async def _assert_converged(plane: ControlPlane, ended: list[GoalView]) -> None:
         ("b-v1", ended[1].goal_id),
         ("a-v2", ended[2].goal_id),
     ]
-    await eventually(lambda: _is_at_rest(plane))
+    await eventually(lambda: _is_at_rest(plane), within_s=CHANGE_LIMIT_S)
     assert len(plane.host.runtime.started) == len(set(plane.host.runtime.started)), "no tag is started twice"
 
 

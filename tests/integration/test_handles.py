@@ -40,7 +40,8 @@ from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from tests.support.servers.nats_server import until_known
-from tests.support.stacks.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack, wait_until
+from tests.support.stacks.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack
+from tests.support.waiting import until
 
 LEAF, MIDDLE, ROLLED = "default/leaf", "default/middle", "default/rolled"
 MIB = 1024 * 1024
@@ -258,12 +259,12 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
     await until_known(controller)
     await stack.write_bucket({LEAF: []})
     router = handle_runtime.runtime()._parts.router._routes.router(BackendTag(LEAF))
-    wait_until(lambda: router.is_scaled_to_zero)
+    until(lambda: router.is_scaled_to_zero)
     outside = leaf.remote(1)
     wake = msgspec.json.decode((await said.next_msg(20)).data, type=Wake)
     assert wake == Wake(backend_tag=LEAF, waiting=1)
     outside.cancel()
-    wait_until(lambda: router.queue_depth == 0)
+    until(lambda: router.queue_depth == 0)
     # What is asked now on the same connection is answered after all that this process has said of the call.
     await get_deployment_handle("rolled").who.remote()
     await until_known(controller)
@@ -294,7 +295,7 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
     def waited_for(tag: str) -> float:
         return waited_s(files).get(tag, 0.0) - waited_before_s.get(tag, 0.0)
 
-    wait_until(lambda: waited_for(LEAF) >= 0.9)
+    until(lambda: waited_for(LEAF) >= 0.9)
     assert waited_for(LEAF) <= took_s + 0.1
     assert waited_for(ROLLED) == 0.0
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
-from tests.support.stacks.proxy_stack import Stack
+from tests.support.stacks.proxy_stack import BIG_BYTES, Stack, serve_calls
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -25,16 +25,18 @@ import pytest_asyncio
 import yaml
 
 from muster.client.admin import connect_stack
-from muster.client.requests import StackAddress
 from muster.embedded import EmbeddedStack
-from muster.secrets import Secrets
-from serve_common.identities.roles import Role
-from tests.support.dashboards.promql_words import selectors
-from tests.support.dashboards.reading import Question, all_questions, as_grafana_sends, dashboards
+from tests.support.dashboards import Question, all_questions, as_grafana_sends, dashboards, selectors
+from tests.support.identities import admin_address
 from tests.support.loads.seen_load import deploy, under_load
 from tests.support.paths import ROOT
-from tests.support.servers import promtool
-from tests.support.servers.prometheus_server import PrometheusServer, scrape_config
+from tests.support.servers.prometheus_server import (
+    REQUIRED,
+    PrometheusServer,
+    promtool_commands,
+    run_promtool,
+    scrape_config,
+)
 from tests.support.servers.reserved_port import ANY_PORTS
 
 pytestmark = pytest.mark.timeout(600)
@@ -124,11 +126,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
             config = scrape_config(targets, interval_s=SCRAPE_INTERVAL_S, rule_files=list(RULES))
             await asyncio.to_thread(prometheus.configure, config)
             since = time.time()  # noqa: TID251 - a real clock
-            address = StackAddress(
-                urls=(record.nats_url,),
-                credentials_file=str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN)),
-            )
-            async with connect_stack(address) as reached:
+            async with connect_stack(admin_address(record)) as reached:
                 await asyncio.to_thread(prometheus.wait_for, "count(up == 1) == 3")
                 await deploy(reached.admin)
                 async with under_load(record.http_url):
@@ -221,19 +219,19 @@ TESTS = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("test
 
 def test_every_alert_fires_when_it_should_and_only_then() -> None:
     assert TESTS
-    for command in promtool.commands(DIRECTORY):
-        done = promtool.run([*command, "test", "rules", *TESTS], DIRECTORY)
+    for command in promtool_commands(DIRECTORY):
+        done = run_promtool([*command, "test", "rules", *TESTS], DIRECTORY)
         assert done.returncode == 0, done.stdout + done.stderr
-        checked = promtool.run([*command, "check", "rules", *RULE_FILES], DIRECTORY)
+        checked = run_promtool([*command, "check", "rules", *RULE_FILES], DIRECTORY)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_the_configuration_of_compose_finds_all_rules() -> None:
-    in_image = [command for command in promtool.commands(DIRECTORY) if command[0] == "docker"]
+    in_image = [command for command in promtool_commands(DIRECTORY) if command[0] == "docker"]
     if not in_image:
-        assert os.environ.get(promtool.REQUIRED) != "1", f"{promtool.REQUIRED}=1, but there is no image"
+        assert os.environ.get(REQUIRED) != "1", f"{REQUIRED}=1, but there is no image"
         pytest.skip("NOT TESTED: the paths of prometheus.yml, for they are those of the image")
-    done = promtool.run([*in_image[0], "check", "config", "prometheus.yml"], DIRECTORY)
+    done = run_promtool([*in_image[0], "check", "config", "prometheus.yml"], DIRECTORY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("rules found") == len(RULE_FILES), done.stdout
 
@@ -244,7 +242,7 @@ def test_promtool_notices_an_alert_that_no_longer_does_what_its_test_says(tmp_pa
     rules = tmp_path / "rules/scaling.yml"
     rules.write_text(rules.read_text().replace("for: 1m", "for: 5m"))
     tmp_path.chmod(0o755)
-    command = promtool.commands(tmp_path)[0]
-    done = promtool.run([*command, "test", "rules", "tests/scaling.yml"], tmp_path)
+    command = promtool_commands(tmp_path)[0]
+    done = run_promtool([*command, "test", "rules", "tests/scaling.yml"], tmp_path)
     assert done.returncode != 0
     assert "MusterScalingDataStale" in done.stdout + done.stderr

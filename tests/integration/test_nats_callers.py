@@ -9,8 +9,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from serve_common.clock import SystemClock
-from tests.support.stacks.call_replica import BIG_BYTES, serve_calls
-from tests.support.stacks.proxy_stack import Stack
+from tests.support.stacks.proxy_stack import BIG_BYTES, Stack, serve_calls
 
 SUBJECT = "serve.call.echo"
 

@@ -17,8 +17,9 @@ from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.servers.reserved_port import HeldPort
-from tests.support.stacks.control_plane import ControllerProcess, ControlPlane, eventually
+from tests.support.stacks.control_plane import CHANGE_LIMIT_S, ControllerProcess, ControlPlane
 from tests.support.stacks.scraped_pages import contradictions
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -114,7 +115,7 @@ async def test_the_leader_and_nobody_else_shows_a_server_and_whom_it_cut_off(
             shown = await shown_by(leader)
             return {f"serve_nats_{name}": value for name, value in values.items()}.items() <= shown.items()
 
-        await eventually(does)
+        await eventually(does, within_s=CHANGE_LIMIT_S)
 
     await shows(up=1, healthy=1, connections=0, connections_limit=50, slow_consumers_total=0)
     await shows(jetstream_storage_bytes=0, jetstream_storage_limit_bytes=10 * 2**20, jetstream_streams=0)
@@ -126,7 +127,7 @@ async def test_the_leader_and_nobody_else_shows_a_server_and_whom_it_cut_off(
         page = await leader.metrics()
         return set(shown_on(page)) == {spec.name for spec in NATS_METRICS}
 
-    await eventually(has_all)
+    await eventually(has_all, within_s=CHANGE_LIMIT_S)
     assert contradictions({"controller": page}) == []
     assert f'serve_nats_up{{server="{monitored.name}"}}' in page
     assert await shown_by(standby) == {}
@@ -146,7 +147,7 @@ async def test_the_leader_and_nobody_else_shows_a_server_and_whom_it_cut_off(
     async def takes_over() -> bool:
         return (await shown_by(standby)).get("serve_nats_up") == 1
 
-    await eventually(takes_over)
+    await eventually(takes_over, within_s=CHANGE_LIMIT_S)
 
 
 async def test_a_monitoring_port_that_never_answers_does_not_hold_up_the_leader(
@@ -162,7 +163,7 @@ async def test_a_monitoring_port_that_never_answers_does_not_hold_up_the_leader(
         async def is_said_to_be_down() -> bool:
             return await shown_by(leader) == {"serve_nats_up": 0}
 
-        await eventually(is_said_to_be_down)
+        await eventually(is_said_to_be_down, within_s=CHANGE_LIMIT_S)
         await leader.until_logged("nats_page_away")  # what it logs comes beside what it shows
         assert leader.logged("nats_page_away")[0]["server"] == name
         assert await plane.leader(timeout_s=20.0) is not None

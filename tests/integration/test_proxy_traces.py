@@ -16,9 +16,10 @@ import pytest
 
 from serve_common.telemetry.trace_context import read_tracing_settings
 from tests.support.servers.nats_server import NatsServer
-from tests.support.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
+from tests.support.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
 from tests.support.servers.reserved_port import HeldPort
 from tests.support.stacks.proxy_stack import MIB, R0, R1, TAG, Stack, running_stack
+from tests.support.waiting import until
 
 PARENT = "00f067aa0ba902b7"
 ATTEMPT = f"attempt {TAG}"

@@ -30,7 +30,6 @@ from tests.support.stacks.control_plane import (
     ControlPlane,
     deploy_request,
 )
-from tests.support.stacks.control_plane import eventually as until
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
@@ -74,7 +73,7 @@ async def test_one_of_two_standbys_leads_within_the_lease_after_a_kill_and_who_w
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(plane.admin.wait_for_goal(reply.goal_id, deadline_s=60.0))
-        await eventually(lambda: len(plane.host.runtime.started) == 2)
+        await eventually(lambda: len(plane.host.runtime.started) == 2, within_s=CHANGE_LIMIT_S)
         assert not waiting.done()
         leader.signal(signal.SIGKILL)
         killed_at = loop.time()
@@ -177,7 +176,7 @@ async def test_a_leader_that_stood_still_writes_nothing_afterwards_and_answers_n
         await stale.until_logged("leadership_lost")
         print(f"SIGCONT to leadership lost: {loop.time() - woken_at:.3f} s")
         enough = len(epochs) + ANSWERS_AFTERWARDS
-        await eventually(lambda: len(epochs) >= enough)
+        await eventually(lambda: len(epochs) >= enough, within_s=CHANGE_LIMIT_S)
         asking.cancel()
     assert set(epochs) == {2}, "it does not answer before it knows from Postgres whether it leads"
 
@@ -220,7 +219,7 @@ async def deployed_by_bare_requests(plane: ControlPlane, name: str, version: str
             for d in status.deployments
         )
 
-    await until(is_deployed)
+    await eventually(is_deployed, within_s=CHANGE_LIMIT_S)
 
 
 async def _keep_asking(plane: ControlPlane, epochs: list[int]) -> None:
@@ -244,7 +243,7 @@ async def _is_at_rest(plane: ControlPlane) -> bool:
 
 async def _assert_old_messages_are_refused(plane: ControlPlane, goal: HostGoal, snapshot: Snapshot) -> None:
     """What a stale leader had still under way changes nothing, whatever it is."""
-    await until(lambda: _is_at_rest(plane))
+    await eventually(lambda: _is_at_rest(plane), within_s=CHANGE_LIMIT_S)
     running, key = set(plane.host.running), backend_key(A)
     routed = plane.proxy.routed_to(key)
     assert len(routed) == 2
@@ -261,7 +260,7 @@ async def _assert_old_messages_are_refused(plane: ControlPlane, goal: HostGoal, 
         held = msgspec.json.decode(entry.value or b"", type=Snapshot)
         return held.snapshot_id > snapshot.snapshot_id and (1, late.generation) in plane.host.refused
 
-    await until(is_put_right)
+    await eventually(is_put_right, within_s=CHANGE_LIMIT_S)
     assert {epoch for epoch, _ in plane.host.refused} == {1}
     assert plane.host.running == running
     assert plane.proxy.routed_to(key) == routed, "a router never goes back to an older snapshot"

@@ -25,11 +25,12 @@ from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.replica.process import StartReplicaRequest
 from tests.support.paths import APPS
 from tests.support.servers.nats_server import NatsServer
-from tests.support.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
+from tests.support.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
 from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.control_plane import CHANGE_LIMIT_S, ControlPlane, deploy_request
 from tests.support.stacks.handle_stack import GuardedNats, HandleStack
 from tests.support.stacks.proxy_stack import make_settings
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,7 +14,7 @@ from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
 from tests.simulation.kernel import sleep
-from tests.support.control_loop.wire import carried
+from tests.support.control_loop.pure_host import carried
 
 if TYPE_CHECKING:
     from tests.simulation.sim_controller import SimController

@@ -22,7 +22,7 @@ from tests.simulation.sim_host import SimHost
 from tests.simulation.sim_proxy import SimProxy
 from tests.simulation.weather import Faults, Weather
 from tests.simulation.world_store import WorldStore, Writer
-from tests.support.control_loop.wire import carried
+from tests.support.control_loop.pure_host import carried
 
 TRACE_MAX = 20_000
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import msgspec
 
 from serve_common.config.backend import ReplicaConfig
 from serve_common.names import HostId, ReplicaTag
 from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.support.control_loop.orders import BAD_CODE
-from tests.support.control_loop.wire import carried
+
+M = TypeVar("M")
+
+
+def carried(message: M) -> M:
+    """``message`` as it is read from the bus. Raises `msgspec.ValidationError` for one that its reader refuses.
+
+    The bus carries bytes, and whoever reads them refuses what is out of bounds.
+    """
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(type(message))
+    return decoder.decode(msgspec.json.encode(message))
 
 
 class PureHost:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -141,14 +140,6 @@ def tree(spans: list[ReceivedSpan], root: str = "") -> list[Any]:
     """Names with what is below them, by time: ``[name, [child, …], …]``. ``root``: the first one's parent."""
     found = sorted((span for span in spans if span.parent_id == root), key=lambda span: span.start_ns)
     return [[span.name, *tree(spans, span.span_id)] for span in found]
-
-
-def until(condition: Callable[[], object], timeout_s: float = SOON_S) -> None:
-    """For what only another thread knows."""
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "it did not come about"
-        time.sleep(0.01)
 
 
 def _value(value: AnyValue) -> Any:

@@ -8,6 +8,10 @@ or fails with ``MUSTER_REQUIRE_COMPOSE=1``.
     with PrometheusServer(tmp_path, config) as prometheus:
         prometheus.start()
         prometheus.wait_for("up == 1")
+
+
+``promtool`` too, wherever there is one: on PATH, and in the image of compose; they may be of different versions, and
+rules must be right for Prometheus 2.42 and for 3.
 """
 
 from __future__ import annotations
@@ -32,9 +36,12 @@ from tests.support.servers.reserved_port import HeldPort
 
 IMAGE: Final = "prom/prometheus:v3.5.0"
 START_TIMEOUT_S: Final = 120.0
-_REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
 _PULL_TIMEOUT_S: Final = 120.0
 _ANSWER_TIMEOUT_S: Final = 60.0
+MOUNT: Final = "/etc/prometheus"
+"""Where the image sees the directory: as in compose."""
+REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
+_TIMEOUT_S: Final = 180.0
 
 
 def scrape_config(
@@ -186,8 +193,8 @@ def _require_image() -> None:
     why = _why_no_image()
     if why is None:
         return
-    if os.environ.get(_REQUIRED) == "1":
-        pytest.fail(f"{_REQUIRED}=1, but there is no prometheus on PATH and no image {IMAGE}: {why}")
+    if os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{REQUIRED}=1, but there is no prometheus on PATH and no image {IMAGE}: {why}")
     pytest.skip(
         f"NOT TESTED: what needs Prometheus, for it is not on PATH and there is no image {IMAGE}: {why}"
     )
@@ -211,3 +218,37 @@ def _why_no_image() -> str | None:
             return None
         why = done.stderr.strip()[:300]
     return why
+
+
+def promtool_commands(directory: Path) -> list[list[str]]:
+    """How to begin a command that runs in ``directory``, one for each that there is.
+
+    Without any the test is skipped, or fails where `MUSTER_REQUIRE_COMPOSE` is 1.
+    """
+    found = []
+    on_path = shutil.which("promtool")
+    if on_path is not None:
+        found.append([on_path])
+    if _has_image():
+        inside = ["--network", "none", "--volume", f"{directory}:{MOUNT}:ro", "--workdir", MOUNT]
+        found.append(["docker", "run", "--rm", *inside, "--entrypoint", "promtool", IMAGE])
+    if not found:
+        why = f"promtool is not on PATH, and there is no image {IMAGE}"
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(f"{REQUIRED}=1, but {why}")
+        pytest.skip(f"NOT TESTED: alert rules, for {why}")
+    return found
+
+
+def run_promtool(command: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """Its end and all that it printed."""
+    return subprocess.run(
+        command, cwd=directory, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+
+
+def _has_image() -> bool:
+    try:
+        return run_promtool(["docker", "image", "inspect", IMAGE], Path.cwd()).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

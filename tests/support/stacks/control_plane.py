@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Self
 
 import aiohttp
@@ -418,11 +418,3 @@ def deploy_request(name: str, version: str, *, num_replicas: int = 2) -> Deploy:
         route_prefix=f"/{name}",
         request_id=f"{name}-{version}",
     )
-
-
-async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = CHANGE_LIMIT_S) -> None:
-    """Until ``check`` holds; the other side has no event to wait for."""
-    async with asyncio.timeout(timeout_s):
-        while not await check():
-            raise_if_cancelled()  # what it asks NATS may have swallowed it
-            await asyncio.sleep(0.02)

@@ -8,8 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from serve_controller.adapters.jetstream import bucket_config
 from serve_replica_host.replica.process import StartReplicaRequest
 from tests.support.identities import bus_settings, lay_out_nats
 from tests.support.paths import APPS
+from tests.support.waiting import until
 
 APP_DIR = APPS / "handle_app"
 SUBJECTS = Subjects()
@@ -46,7 +46,7 @@ class GuardedNats:
         with (directory / "log").open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log, stdout=log)
         ports_file = directory / f"nats-server_{self.process.pid}.ports"
-        wait_until(lambda: ports_file.exists() and ports_file.read_text())
+        until(lambda: ports_file.exists() and ports_file.read_text())
         self.url = json.loads(ports_file.read_text())["nats"][0]
 
     def close(self) -> None:
@@ -173,11 +173,3 @@ class HandleStack:
             for stream in (process.stdin, process.stdout):
                 assert stream is not None
                 stream.close()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """For what only another process knows: ask again until it says so."""
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "it did not come about"
-        time.sleep(0.02)

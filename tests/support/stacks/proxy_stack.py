@@ -16,6 +16,7 @@ import nats
 from serve_common.config.backend import EndpointOptions, HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.nats.client import close_nats
+from serve_common.protocol.frames import ErrorHead
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_common.protocol.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
@@ -24,7 +25,7 @@ from serve_controller.adapters.jetstream import bucket_config
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
 from tests.support.servers.nats_server import NatsServer
-from tests.support.stacks.fake_replica import FakeReplica
+from tests.support.stacks.fake_replica import FakeReplica, Held
 from tests.support.waiting import eventually
 
 TAG = "default/echo"
@@ -32,6 +33,7 @@ R0, R1 = f"{TAG}#0", f"{TAG}#1"
 MIB = 1024 * 1024
 _LIMIT_S = 30.0
 """For what takes a moment on a quiet machine, and has no limit of its own on a busy one."""
+BIG_BYTES = 3 * 1024 * 1024
 
 
 class Stack:
@@ -219,3 +221,36 @@ async def running_stack(server: NatsServer, **options) -> AsyncIterator[Stack]:
         await stack.close()
     assert not stack.is_failed
     assert not stack.proxy._dispatcher.calls
+
+
+class CallReplica(FakeReplica):
+    """Serves plain NATS calls, which bear no path: the body says what becomes of it.
+
+    ``hold`` waits to be released, ``raise`` fails, ``big`` is answered with 3 MiB; else it echoes.
+    """
+
+    def _work(self, held: Held) -> None:
+        match bytes(held.body):
+            case b"hold":
+                return
+            case b"raise":
+                self.send(held, ErrorHead("user_code_raised", 500, "ValueError: not this", 0))
+                self.held.pop(held.reply, None)
+            case b"big":
+                self._stream(held, [(b"content-type", b"text/big")], bytes(BIG_BYTES))
+            case b"break":
+                self._stream(held, [], bytes(BIG_BYTES))
+                self.send(held, ErrorHead("user_code_raised", 500, "broke off", 0))
+                self.held.pop(held.reply, None)
+            case body:
+                self._finish(held, body)
+
+
+async def serve_calls(stack: Stack) -> CallReplica:
+    """Everything up, with one such replica behind ``default/echo``."""
+    replica = CallReplica(stack.server.url, R0)
+    await replica.start()
+    stack.replicas.append(replica)
+    await stack.serve()
+    await stack.applied(await stack.put_backend(R0))
+    return replica

@@ -15,9 +15,17 @@ import yaml
 from deploy.grafana.boards.__main__ import files
 from serve_common.telemetry.catalogue import CATALOGUE, get_spec
 from serve_common.telemetry.catalogue.specs import MetricKind
-from tests.support.dashboards.checker import OTHERS, complaints
-from tests.support.dashboards.promql_words import grouping_labels, selectors
-from tests.support.dashboards.reading import DIRECTORY, ROOT, all_questions, dashboards, panels
+from tests.support.dashboards import (
+    DIRECTORY,
+    OTHERS,
+    ROOT,
+    all_questions,
+    complaints,
+    dashboards,
+    grouping_labels,
+    panels,
+    selectors,
+)
 
 SCHEMA = json.loads((ROOT / "tests/data/grafana/schema-12.2.0.json").read_text())
 PROVISIONED = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yaml").read_text())

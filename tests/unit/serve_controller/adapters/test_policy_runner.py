@@ -13,8 +13,7 @@ import pytest
 from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy, LoadPoint
 from serve_controller.adapters.policy_runner import SubprocessPolicies, child_environment
 from serve_controller.ports import PolicyFailed, PolicyResult
-from tests.support.passing_time import let_pass
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, let_pass
 
 SOURCE = """
 import asyncio, ctypes, math, os, sys, time

@@ -21,7 +21,7 @@ from serve_controller.adapters.prometheus_coverage import Coverage, Process, Scr
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
 from serve_controller.settings import check_selector, read_prometheus_settings
-from tests.support.passing_time import let_pass
+from tests.support.waiting import let_pass
 
 AT = 1000.0
 NOW = 5000.0

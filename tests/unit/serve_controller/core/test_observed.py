@@ -46,7 +46,7 @@ from serve_controller.core.restored import (
 )
 from serve_controller.shell import observations as hearing_module
 from serve_controller.shell.observations import TermObservations
-from tests.support.control_loop.wire import carried
+from tests.support.control_loop.pure_host import carried
 from tests.support.controller_parts import (
     NOW,
     TAG,

@@ -22,8 +22,7 @@ from serve_proxy.http import connection as http_connection
 from serve_proxy.http.connection import HttpConnection
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer, drop_new_connections
-from tests.support.passing_time import let_pass
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, let_pass
 
 HOST = b"Host: h\r\n"
 HEADER_TIMEOUT_S = 40.0

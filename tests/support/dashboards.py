@@ -1,17 +1,32 @@
-"""What a dashboard must keep to beside Grafana's schema; each breach is one sentence."""
+"""The dashboards as they are checked in: what they ask of Prometheus, and what they must keep to beside the schema.
+
+Why not a parser of PromQL: whether it is PromQL at all is judged by Prometheus itself, in the tests that have one.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from serve_common.telemetry.catalogue import get_spec
 from serve_common.telemetry.catalogue.specs import Exporter, MetricKind, MetricSpec
-from tests.support.dashboards.promql_words import Selector, grouping_labels, selectors
-from tests.support.dashboards.reading import Question, all_questions, panels
+from tests.support.paths import ROOT
 
+_GROUPING: Final = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_SELECTOR: Final = re.compile(r"(\w+\s*\(\s*)?\b([a-zA-Z_:][\w:]*)\b(?!\s*\()(\s*\{[^}]*\})?")
+_MATCHER: Final = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
+_KEYWORDS: Final = frozenset(
+    ["and", "or", "unless", "bool", "offset", "by", "without", "on", "ignoring", "inf", "nan"]
+)
+_DURATION: Final = re.compile(r"\[[^\]]*\]|\boffset\s+\w+")
+DIRECTORY: Final = ROOT / "deploy/grafana/dashboards"
+_LABEL_VALUES: Final = re.compile(r"label_values\((.+),\s*(\w+)\)")
+_LEGEND_LABEL: Final = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 SCHEMA_VERSION: Final = 42
 GRID_WIDTH: Final = 24
 UNITS: Final = {"none", "s", "bytes", "binBps", "reqps", "ops", "percentunit"}
@@ -34,6 +49,127 @@ _FILTERED_LABELS: Final = {"endpoint": "endpoint_tag", "backend": "backend_tag",
 """What each variable must filter by, wherever a metric has that label."""
 _VARIABLE: Final = re.compile(r"\$\{?(\w+)")
 _LINK: Final = re.compile(r"/d/([\w-]+)\?var-(\w+)=\$\{__field\.labels\.(\w+)\}&\$\{__url_time_range\}")
+
+
+@dataclass(frozen=True)
+class Selector:
+    """One use of a metric."""
+
+    metric: str
+    function: str
+    """Directly around it; empty when there is none."""
+    filters: tuple[tuple[str, str, str], ...]
+    """Label, operator, value."""
+
+    def __str__(self) -> str:
+        matchers = ", ".join(f'{label}{operator}"{value}"' for label, operator, value in self.filters)
+        return f"{self.metric}{{{matchers}}}"
+
+
+def selectors(expr: str) -> list[Selector]:
+    """Every use of a metric in ``expr``."""
+    strings: list[str] = []
+
+    def quarantine(found: re.Match[str]) -> str:
+        strings.append(found[0])
+        return f'"{len(strings) - 1}"'
+
+    text = _STRING.sub(quarantine, expr)
+    text = _DURATION.sub(" ", _GROUPING.sub(" ", text))
+    return [
+        Selector(
+            name,
+            (function or "").rstrip("( \n"),
+            tuple(
+                (label, operator, strings[int(value)][1:-1])
+                for label, operator, value in _MATCHER.findall(braces or "")
+            ),
+        )
+        for function, name, braces in _SELECTOR.findall(text)
+        if name not in _KEYWORDS
+    ]
+
+
+def grouping_labels(expr: str) -> set[str]:
+    """The labels in every ``by (…)`` and its like."""
+    return {
+        label.strip() for labels in _GROUPING.findall(expr) for label in labels.split(",") if label.strip()
+    }
+
+
+@dataclass(frozen=True)
+class Question:
+    """One query, and where it is."""
+
+    board: str
+    place: str
+    """The panel's title with the query's letter, or the name of the annotation or variable."""
+    expr: str
+    labels: frozenset[str] = frozenset()
+    """That each series of the answer must have, because its legend or heading shows them."""
+    step_min_s: float = 0.0
+    """How far apart the points are at least."""
+
+    def __str__(self) -> str:
+        return f"{self.board} / {self.place}"
+
+
+def dashboards() -> dict[str, dict[str, Any]]:
+    """By the name of the file."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(DIRECTORY.glob("*.json"))}
+
+
+def panels(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All but the headings of rows."""
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def panel_questions(name: str, dashboard: Mapping[str, Any]) -> Iterator[Question]:
+    """Of every panel."""
+    for panel in panels(dashboard):
+        for target in panel["targets"]:
+            legend = target["legendFormat"] if target["format"] != "table" else ""
+            yield Question(
+                name,
+                f"{panel['title']} {target['refId']}",
+                target["expr"],
+                frozenset(_LEGEND_LABEL.findall(legend)),
+                {"": 0.0, "1m": 60.0}[panel.get("interval", "")],
+            )
+
+
+def annotation_questions(name: str, dashboard: Mapping[str, Any]) -> Iterator[Question]:
+    """Of every annotation."""
+    for annotation in dashboard["annotations"]["list"]:
+        labels = frozenset(filter(None, annotation["tagKeys"].split(",")))
+        yield Question(name, f"annotation {annotation['name']}", annotation["target"]["expr"], labels)
+
+
+def variable_questions(name: str, dashboard: Mapping[str, Any]) -> Iterator[Question]:
+    """Of every variable: ``label_values(series, label)`` asks for the series of the time range."""
+    for variable in dashboard["templating"]["list"]:
+        found = _LABEL_VALUES.fullmatch(variable["query"]["query"])
+        assert found is not None, variable
+        yield Question(name, f"variable {variable['name']}", found[1], frozenset({found[2]}))
+
+
+def all_questions(name: str, dashboard: Mapping[str, Any]) -> list[Question]:
+    """Everything that the dashboard asks."""
+    return [
+        *panel_questions(name, dashboard),
+        *annotation_questions(name, dashboard),
+        *variable_questions(name, dashboard),
+    ]
+
+
+def as_grafana_sends(question: Question, dashboard: Mapping[str, Any], *, scrape_interval_s: float) -> str:
+    """With the variables at All, and with the window as Grafana takes it for points as near as may be."""
+    expr = question.expr
+    for variable in dashboard["templating"]["list"]:
+        expr = expr.replace(f"${variable['name']}", variable["allValue"])
+    step_s = max(scrape_interval_s, question.step_min_s)
+    window_s = max(4 * scrape_interval_s, step_s + scrape_interval_s)
+    return expr.replace("$__rate_interval", f"{round(window_s * 1000)}ms")
 
 
 def complaints(
