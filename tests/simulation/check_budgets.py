@@ -1,23 +1,25 @@
-"""Promises about how many: surge, unavailable budget, room."""
+"""Promises about how many: surge, unavailable budget, room, and who decides on the number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from serve_common.api import commands as c
+from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, parse_backend_tag
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, Replica, ReplicaState
+from serve_controller.core.goals import owned_backends
+from serve_controller.core.objects import Backend, Goal, ObjectKind, Replica, ReplicaState
+from serve_controller.shell.queries import parse_request
+from tests.simulation.world_store import Check, Commit
 
 if TYPE_CHECKING:
-    from serve_controller.ports import HistoryEntry
     from serve_controller.shell.control_loop import Term
     from tests.simulation.sim_controller import SimController
     from tests.simulation.sim_host import SimHost
     from tests.simulation.world import World
-    from tests.simulation.world_store import Writer
 
 S = ReplicaState
 STUCK_S = 21.0
@@ -44,32 +46,17 @@ def _count(checkpoint: Checkpoint, tag: BackendTag, states: tuple[ReplicaState, 
     return sum(r.state in states for r in checkpoint.get_replicas(tag).values())
 
 
-class Surge:
+class Surge(Check):
     """New replicas are begun only up to what is wanted plus the surge, or what is there already plus the surge."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
+    def on_commit(self, commit: Commit) -> None:
         begun: dict[BackendTag, int] = {}
-        for value in changes.puts:
-            if (
-                isinstance(value, Replica)
-                and value.replica_tag not in before.get_replicas(value.backend_tag)
-                and value.state in BEGINS
-            ):
+        for value in commit.puts(Replica):
+            if commit.was(value) is None and value.state in BEGINS:
                 begun[value.backend_tag] = begun.get(value.backend_tag, 0) + 1
         for tag, number in begun.items():
-            backend, was = after.backends[tag], before.backends.get(tag)
-            there = _count(after, tag, WANTED)
+            backend, was = commit.after.backends[tag], commit.before.backends.get(tag)
+            there = _count(commit.after, tag, WANTED)
             config = backend.target.backend_config
             # One that is given up in the same plan was wanted until then.
             wanted = max(wanted_of(backend), 0 if was is None else wanted_of(was))
@@ -77,84 +64,61 @@ class Surge:
             self.world.check(there <= most, f"{there} replicas of {tag} are to run; at most {most} may")
 
 
-class UnavailableBudget:
+class UnavailableBudget(Check):
     """What serves well is stopped only as far as the budget goes; beyond what is wanted only where there is no room."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
+    def on_commit(self, commit: Commit) -> None:
         stopped = {
             value.backend_tag
-            for value in changes.puts
-            if isinstance(value, Replica) and value.state is S.SHOULD_STOP and self._is_well(before, value)
+            for value in commit.puts(Replica)
+            if value.state is S.SHOULD_STOP and self._is_well(commit.was(value))
         }
         for tag in sorted(stopped):
-            backend = after.backends[tag]
+            backend = commit.after.backends[tag]
             config = backend.target.backend_config
             least = wanted_of(backend)
-            no_room = any(r.state is S.SHOULD_START for r in after.get_replicas(tag).values()) or not share(
-                config, config.max_surge_percent
-            )
+            no_room = any(
+                r.state is S.SHOULD_START for r in commit.after.get_replicas(tag).values()
+            ) or not share(config, config.max_surge_percent)
             if no_room:
                 least -= share(config, config.max_unavailable_percent)
-            serving = _count(after, tag, SERVING)
+            serving = _count(commit.after, tag, SERVING)
             self.world.check(
                 serving >= least, f"only {serving} replicas of {tag} are left to serve, not {least}"
             )
 
-    def _is_well(self, before: Checkpoint, replica: Replica) -> bool:
-        was = before.get_replicas(replica.backend_tag).get(replica.replica_tag)
-        if was is None or was.state not in SERVING or replica.replica_tag in self.world.checks.not_well:
+    def _is_well(self, was: Replica | None) -> bool:
+        if was is None or was.state not in SERVING or was.replica_tag in self.world.checks.not_well:
             return False
         # One that did not take its configuration, as on a host that hangs, is replaced.
         return any(
-            replica.replica_tag in host.serving
+            was.replica_tag in host.serving
             and not host.state.is_leaving
-            and not host.state.replicas[replica.replica_tag].config_error_version
+            and not host.state.replicas[was.replica_tag].config_error_version
             for host in self.world.hosts
         )
 
 
-class ServingIsNotForgotten:
+class ServingIsNotForgotten(Check):
     """What serves well on a host that is heard of is not taken for gone by a message that came late."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
+    def on_commit(self, commit: Commit) -> None:
         if self.world.weather.faults.has_deaths or self.world.checks.is_silence_possible:
             return
-        for kind, name in changes.deletes:
+        for kind, name in commit.changes.deletes:
             if kind is ObjectKind.REPLICA and name not in self.world.checks.not_well:
-                was = before.get_replicas(parse_backend_tag(ReplicaTag(name)))[ReplicaTag(name)]
+                was = commit.before.get_replicas(parse_backend_tag(ReplicaTag(name)))[ReplicaTag(name)]
                 self.world.check(
                     was.state not in SERVING or not any(name in host.serving for host in self.world.hosts),
                     f"{name} serves and was taken for gone",
                 )
 
 
-class StuckIsGivenUp:
+class StuckIsGivenUp(Check):
     """A start or a stop that takes far longer than it may is given up by force: it does not last for ever."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self._unknown_at = 0.0
         """When a leader last did not know the bucket."""
 
@@ -181,11 +145,11 @@ class StuckIsGivenUp:
         return max(self.world.checks.led_since, self._unknown_at)
 
 
-class ForceKillIsForced:
+class ForceKillIsForced(Check):
     """What is deleted by force is not drained."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.forced: dict[str, float] = {}
 
     def save(self) -> dict[str, float]:
@@ -194,16 +158,8 @@ class ForceKillIsForced:
     def go_back(self, saved: dict[str, float]) -> None:
         self.forced = dict(saved)
 
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        history: Sequence[HistoryEntry],
-    ) -> None:
-        for entry in history:
+    def on_commit(self, commit: Commit) -> None:
+        for entry in commit.history:
             if entry.verb == "delete_backend" and '"force_kill":true' in entry.request:
                 self.forced[entry.subject] = self.world.time
             elif entry.subject in self.forced:
@@ -219,76 +175,105 @@ class ForceKillIsForced:
             )
 
 
-class ReconfiguresAFew:
+class ReconfiguresAFew(Check):
     """A new configuration is given to a few replicas at a time, so that a bad one stops early."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
-        told: set[BackendTag] = set()
-        for value in changes.puts:
-            if isinstance(value, Replica) and value.state is S.UPDATING:
-                was = before.get_replicas(value.backend_tag).get(value.replica_tag)
-                if was is not None and was.state is S.RUNNING:
-                    told.add(value.backend_tag)
+    def on_commit(self, commit: Commit) -> None:
+        told = {
+            value.backend_tag
+            for value in commit.puts(Replica)
+            if value.state is S.UPDATING and (was := commit.was(value)) is not None and was.state is S.RUNNING
+        }
         for tag in sorted(told):
-            config = after.backends[tag].target.backend_config
+            config = commit.after.backends[tag].target.backend_config
             most = max(1, share(config, config.max_unavailable_percent))
-            updating = _count(after, tag, (S.UPDATING,))
-            left = _count(before, tag, (S.UPDATING,))
+            updating = _count(commit.after, tag, (S.UPDATING,))
+            left = _count(commit.before, tag, (S.UPDATING,))
             self.world.check(
                 updating <= max(most, left), f"{updating} replicas of {tag} are reconfigured at once"
             )
 
 
-class RoomOfHosts:
+class RoomOfHosts(Check):
     """No host is given more than it has, nor more replicas of a backend than that allows."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
+    def on_commit(self, commit: Commit) -> None:
         placed: set[HostId] = set()
-        for value in changes.puts:
-            if not isinstance(value, Replica) or value.host_id is None:
-                continue
-            was = before.get_replicas(value.backend_tag).get(value.replica_tag)
-            if was is None and value.state not in BEGINS:
+        for value in commit.puts(Replica):
+            was = commit.was(value)
+            if value.host_id is None or (was is None and value.state not in BEGINS):
                 continue
             if was is not None and was.host_id is not None:
                 self.world.check(was.host_id == value.host_id, f"{value.replica_tag} moved between hosts")
                 continue
             placed.add(value.host_id)
-            record = after.hosts.get(value.host_id)
+            record = commit.after.hosts.get(value.host_id)
             self.world.check(
-                record is not None and not (record.draining and before.hosts[value.host_id].draining),
+                record is not None and not (record.draining and commit.before.hosts[value.host_id].draining),
                 f"{value.replica_tag} was placed on {value.host_id}, which is to run nothing",
             )
-            most = after.backends[value.backend_tag].target.backend_config.max_replicas_per_host
-            there = sum(r.host_id == value.host_id for r in after.get_replicas(value.backend_tag).values())
+            most = commit.after.backends[value.backend_tag].target.backend_config.max_replicas_per_host
+            there = sum(
+                r.host_id == value.host_id for r in commit.after.get_replicas(value.backend_tag).values()
+            )
             self.world.check(
                 most is None or there <= most, f"{there} replicas of {value.backend_tag} on {value.host_id}"
             )
         for host in self.world.hosts:
             if host.host_id in placed:
-                taken = sum(r.needs.get("CPU", 0.0) for r in after.by_host[host.host_id].values())
+                taken = sum(r.needs.get("CPU", 0.0) for r in commit.after.by_host[host.host_id].values())
                 self.world.check(
                     taken <= host.cpus + 1e-6, f"{host.host_id} has {host.cpus} CPU and is to give {taken}"
                 )
+
+
+class UsersWinOverTheAutoscaler(Check):
+    """The load moves numbers within the limits and only where it may; what a user sets stays until a user says else."""
+
+    def on_commit(self, commit: Commit) -> None:
+        gone_back = {
+            tag
+            for value in commit.puts(Goal)
+            if value.status is GoalStatus.FAILED
+            for tag in owned_backends(value)
+        }
+        for value in commit.puts(Backend):
+            if not value.deleting:
+                self._limits(value)
+                known = commit.before.backends.get(value.backend_tag)
+                if not commit.history and known is not None and value.backend_tag not in gone_back:
+                    self._moved_by_a_plan(known, value)
+        for entry in commit.history:
+            command = parse_request(entry.verb, entry.request.encode())
+            if isinstance(command, c.Scale):
+                backend = commit.after.backends[BackendTag(entry.subject)]
+                number = backend.target.backend_config.num_replicas
+                self.world.check(number == command.num_replicas, f"{command} came to {number}")
+                is_scaled = backend.target.backend_config.autoscaling_config is not None
+                self.world.check(bool(backend.autoscaling_paused) == is_scaled, f"{command} does not pause")
+
+    def _limits(self, backend: Backend) -> None:
+        config = backend.target.backend_config
+        scaling = config.autoscaling_config
+        self.world.check(
+            scaling is None or scaling.min_replicas <= config.num_replicas <= scaling.max_replicas,
+            f"{backend.backend_tag} has {config.num_replicas} replicas, outside of its limits",
+        )
+        self.world.check(
+            scaling is not None or not backend.autoscaling_paused,
+            f"{backend.backend_tag} is paused and has no autoscaling",
+        )
+
+    def _moved_by_a_plan(self, known: Backend, backend: Backend) -> None:
+        was, number = known.target.backend_config.num_replicas, backend.target.backend_config.num_replicas
+        if was != number:
+            self.world.trace(f"{backend.backend_tag} is autoscaled {was} → {number}")
+            is_scaled = known.target.backend_config.autoscaling_config is not None
+            self.world.check(
+                is_scaled and not known.autoscaling_paused and not known.halted and not known.deleting,
+                f"{backend.backend_tag} was moved from {was} to {number} though the load has no say",
+            )
+        self.world.check(
+            known.autoscaling_paused == backend.autoscaling_paused,
+            f"a plan paused or resumed {backend.backend_tag}",
+        )

@@ -8,48 +8,34 @@ from serve_common.names import BackendTag, ReplicaTag, parse_backend_tag
 from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
-from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import ObjectChanges, Replica, SnapshotRecord
+from serve_controller.core.objects import Replica, SnapshotRecord
 from tests.simulation.check_budgets import BEGINS, SERVING
 from tests.simulation.check_numbers import Given
+from tests.simulation.world_store import Check, Commit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from serve_controller.ports import HistoryEntry
     from tests.simulation.sim_host import SimHost
     from tests.simulation.sim_proxy import SimProxy
     from tests.simulation.world import World
-    from tests.simulation.world_store import Writer
 
 
-class HostGoalsAreRecorded:
+class HostGoalsAreRecorded(Check):
     """Hosts are told to run only what was recorded for them; one number names one goal; nothing is started twice."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.recorded: dict[ReplicaTag, str | None] = {}
         """Every replica that was ever recorded, and its host."""
         self.sent: dict[tuple[str, int, int], tuple[object, ...]] = {}
         self.peer_versions: dict[ReplicaTag, tuple[int, dict[BackendTag, int]]] = {}
         """What each replica was first told to be, and to belong with."""
 
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
-        for value in changes.puts:
-            if isinstance(value, Replica):
-                self.recorded[value.replica_tag] = value.host_id
-                known = before.get_replicas(value.backend_tag).get(value.replica_tag)
-                if known is None and value.state not in BEGINS:
-                    # All that is known of what a lost goal told it is that it runs.
-                    self.peer_versions.pop(value.replica_tag, None)
+    def on_commit(self, commit: Commit) -> None:
+        for value in commit.puts(Replica):
+            self.recorded[value.replica_tag] = value.host_id
+            if commit.was(value) is None and value.state not in BEGINS:
+                # All that is known of what a lost goal told it is that it runs.
+                self.peer_versions.pop(value.replica_tag, None)
 
     def on_goal_sent(self, goal: HostGoal) -> None:
         for replica in goal.replicas:
@@ -85,11 +71,11 @@ class HostGoalsAreRecorded:
         self.world.check(not others, f"{host.host_id} starts {tag}, which runs on {others}")
 
 
-class SnapshotsAreTrue:
+class SnapshotsAreTrue(Check):
     """What is recorded for routers is what is recorded to serve; and nothing else is ever published."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.numbers = Given[tuple[str, int]](world)
         self.recorded: dict[tuple[str, int], Snapshot] = {}
 
@@ -99,34 +85,23 @@ class SnapshotsAreTrue:
     def go_back(self, saved: set[tuple[str, int]]) -> None:
         self.numbers.go_back(saved)
 
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        history: Sequence[HistoryEntry],
-    ) -> None:
-        touched: set[BackendTag] = set()
-        for value in changes.puts:
-            match value:
-                case SnapshotRecord():
-                    number = (value.key, value.snapshot.snapshot_id)
-                    if self.recorded.get(number) != value.snapshot:
-                        may_give = self.numbers.may_give(number, writer)
-                        self.world.check(may_give, f"{number} was given again, to another snapshot")
-                        self.recorded[number] = value.snapshot
-                case Replica():
-                    touched.add(value.backend_tag)
-        if history:
+    def on_commit(self, commit: Commit) -> None:
+        for value in commit.puts(SnapshotRecord):
+            number = (value.key, value.snapshot.snapshot_id)
+            if self.recorded.get(number) != value.snapshot:
+                may_give = self.numbers.may_give(number, commit.writer)
+                self.world.check(may_give, f"{number} was given again, to another snapshot")
+                self.recorded[number] = value.snapshot
+        if commit.history:
             return  # a command decides; what routers need of it follows with the next plan
-        for tag in sorted(touched):
-            record = after.snapshots.get(backend_key(tag))
+        for tag in sorted({replica.backend_tag for replica in commit.puts(Replica)}):
+            record = commit.after.snapshots.get(backend_key(tag))
             content = None if record is None else record.snapshot.content
-            routed = set(content.replicas) if isinstance(content, BackendSnapshot) else set()
+            routed = _routed(None if record is None else record.snapshot)
             codes = {
-                r.replica_tag: r.code_version for r in after.get_replicas(tag).values() if r.state in SERVING
+                r.replica_tag: r.code_version
+                for r in commit.after.get_replicas(tag).values()
+                if r.state in SERVING
             }
             told = content.code_versions if isinstance(content, BackendSnapshot) else {}
             if told != (codes if len(set(codes.values())) > 1 else {}):
@@ -143,11 +118,8 @@ class SnapshotsAreTrue:
         )
 
 
-class DroppedIsNotRouted:
+class DroppedIsNotRouted(Check):
     """A proxy that says it applied the snapshot that dropped a replica sends it nothing any more."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
 
     def on_proxy(self, proxy: SimProxy) -> None:
         applied, recorded = proxy.applied, self.world.store.checkpoint.snapshots
@@ -166,31 +138,22 @@ def _routed(snapshot: Snapshot | None) -> set[ReplicaTag]:
     return set(content.replicas) if isinstance(content, BackendSnapshot) else set()
 
 
-class RoutesAreLeftFirst:
+class RoutesAreLeftFirst(Check):
     """A host drains what serves only after that was recorded, and after routers were told."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.dropped: dict[ReplicaTag, int] = {}
         """The snapshot that leaves a replica out."""
         self.published: dict[str, int] = {}
         """The newest snapshot of each key that was put. A leader that stood still may put an older one after it;
         routers know better."""
 
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        _: object,
-    ) -> None:
-        for value in changes.puts:
-            if isinstance(value, SnapshotRecord):
-                known = before.snapshots.get(value.key)
-                for tag in _routed(None if known is None else known.snapshot) - _routed(value.snapshot):
-                    self.dropped[tag] = value.snapshot.snapshot_id
+    def on_commit(self, commit: Commit) -> None:
+        for value in commit.puts(SnapshotRecord):
+            known = commit.before.snapshots.get(value.key)
+            for tag in _routed(None if known is None else known.snapshot) - _routed(value.snapshot):
+                self.dropped[tag] = value.snapshot.snapshot_id
 
     def on_publish(self, key: str, snapshot: Snapshot) -> None:
         self.published[key] = max(snapshot.snapshot_id, self.published.get(key, 0))

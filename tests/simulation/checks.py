@@ -6,16 +6,18 @@ broken promise ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import Snapshot
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import ObjectChanges
-from serve_controller.ports import HistoryEntry
-from tests.simulation.check_attention import AttentionMissesNothing, VisibleIsDurable
+from serve_controller.core.dirty_set import NOTHING, DirtySet, DirtySets
+from serve_controller.core.objects import CheckpointObject, Replica
+from serve_controller.core.reconcile import ReconcilePlan, reconcile
 from tests.simulation.check_budgets import (
     ForceKillIsForced,
     ReconfiguresAFew,
@@ -24,17 +26,17 @@ from tests.simulation.check_budgets import (
     StuckIsGivenUp,
     Surge,
     UnavailableBudget,
+    UsersWinOverTheAutoscaler,
 )
-from tests.simulation.check_numbers import GoalsEndOnce, NumbersRise, OneWriter
+from tests.simulation.check_numbers import GoalsEndOnce, NumbersRise, OneWriter, SuccessIsTrue
 from tests.simulation.check_routing import (
     DroppedIsNotRouted,
     HostGoalsAreRecorded,
     RoutesAreLeftFirst,
     SnapshotsAreTrue,
 )
-from tests.simulation.check_scaling import UsersWinOverTheAutoscaler
-from tests.simulation.check_success import SuccessIsTrue
 from tests.simulation.reference import Reference
+from tests.simulation.world_store import Check, Commit
 
 if TYPE_CHECKING:
     from serve_controller.shell.control_loop import Term
@@ -54,6 +56,86 @@ HOOKS: Final = (
     "on_cycle",
     "on_epoch",
 )
+
+EVERYTHING_BUT_TIDY: Final = DirtySet(is_everything=True)
+ASK_EVERY: Final = 7
+BUCKET_READ_S: Final = 5.0
+"""A bucket that was lost counts its revisions anew: what is put before the leader heard of it is put again."""
+COMPARE_EVERY: Final = 5
+
+
+class AttentionMissesNothing(Check):
+    """Right after a cycle that left nothing to look at, a plan of everything would do nothing more."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.asked = 0
+
+    def on_cycle(self, controller: SimController, term: Term) -> None:
+        if controller.cycles % ASK_EVERY == 0:
+            self.ask(term)
+
+    def ask(self, term: Term) -> bool:
+        """Look at everything now; False when something is still to be looked at anyway."""
+        hearing = term._observations
+        at = hearing._due_checks.next_at()
+        if (
+            _is_something_left(hearing.dirty_sets)
+            or hearing._inbox
+            or not term._is_checkpoint_certain
+            or self.world.time - self.world.checks.bucket_lost_at < BUCKET_READ_S
+            or (self.world.checks.is_bucket_lost and self.world.bus.is_hanging)
+            or (at is not None and at <= self.world.time)
+        ):
+            return False
+        self.asked += 1
+        plan = reconcile(term.checkpoint, term.observed, term.epoch, self.world.time, EVERYTHING_BUT_TIDY)
+        self.world.check(not plan.faults, lambda: f"a plan of everything fails: {plan.faults}")
+        changed = [value for value in plan.changes.puts if not _only_says_more(term.checkpoint, value)]
+        self.world.check(not changed and not plan.changes.deletes and not plan.actions, lambda: _said(plan))
+        return True
+
+
+def _is_something_left(dirty_sets: DirtySets) -> bool:
+    named = (
+        dirty_sets._backends,
+        dirty_sets._endpoints,
+        dirty_sets._hosts,
+        dirty_sets._proxies,
+        dirty_sets._keys,
+    )
+    return any(named) or dirty_sets._flags != NOTHING
+
+
+def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:
+    """Whether only the words change by which a replica says why it waits: those may be a while behind."""
+    if not isinstance(value, Replica):
+        return False
+    known = checkpoint.get_replicas(value.backend_tag).get(value.replica_tag)
+    return known is not None and msgspec.structs.replace(known, message=value.message) == value
+
+
+def _said(plan: ReconcilePlan) -> str:
+    puts = [repr(value)[:300] for value in plan.changes.puts]
+    return f"looking at everything would do more: {puts} {plan.changes.deletes} {repr(plan.actions)[:300]}"
+
+
+class VisibleIsDurable(Check):
+    """What a leader decides from and answers with is what is recorded."""
+
+    def on_cycle(self, controller: SimController, term: Term) -> None:
+        if controller.cycles % COMPARE_EVERY:
+            return
+        store = self.world.store
+        if term.epoch != store.epoch or not term._is_checkpoint_certain:
+            return
+        if controller.store.writes != store.writes:
+            return  # it has yet to notice that the store was restored
+        for name in term.checkpoint.__slots__:
+            self.world.check(
+                getattr(term.checkpoint, name) == getattr(store.checkpoint, name),
+                lambda name=name: f"the leader's {name} differ from the recorded ones",
+            )
 
 
 class Checks:
@@ -108,20 +190,12 @@ class Checks:
             if hasattr(check, "go_back"):
                 check.go_back(known)
 
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        history: Sequence[HistoryEntry],
-    ) -> None:
+    def on_commit(self, commit: Commit) -> None:
         """The store made a write."""
-        for entry in history:
-            self.world.trace(f"epoch {epoch} commits {entry.verb} {entry.subject} {entry.goal_id}")
+        for entry in commit.history:
+            self.world.trace(f"epoch {commit.epoch} commits {entry.verb} {entry.subject} {entry.goal_id}")
         for hear in self._hooks["on_commit"]:
-            hear(writer, epoch, before, after, changes, history)
+            hear(commit)
 
     def on_start(self, host: SimHost, tag: ReplicaTag) -> None:
         """A host starts a replica."""

@@ -7,7 +7,6 @@ what last succeeded, all or nothing. After every command and every end of a goal
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,8 +17,7 @@ from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals import owned_backends, owned_endpoints
-from serve_controller.core.objects import Application, Backend, Goal, GoalKind, ObjectChanges, ObjectKind
-from serve_controller.ports import HistoryEntry
+from serve_controller.core.objects import Application, Backend, Goal, GoalKind, ObjectKind
 from serve_controller.shell.queries import parse_request
 from tests.simulation.wishes import (
     ENDED,
@@ -34,17 +32,17 @@ from tests.simulation.wishes import (
     move_route,
     put_reach,
 )
+from tests.simulation.world_store import Check, Commit
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
-    from tests.simulation.world_store import Writer
 
 
-class Reference:
+class Reference(Check):
     """The model, as a check."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self.now = Wishes()
         self.good = Wishes()
         """What last succeeded."""
@@ -65,45 +63,32 @@ class Reference:
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
-    def on_commit(
-        self,
-        writer: Writer,
-        epoch: int,
-        before: Checkpoint,
-        after: Checkpoint,
-        changes: ObjectChanges,
-        history: Sequence[HistoryEntry],
-    ) -> None:
-        for entry in history:
+    def on_commit(self, commit: Commit) -> None:
+        for entry in commit.history:
             command = parse_request(entry.verb, entry.request.encode())
-            self._command(command, before, after)
-        for value in changes.puts:
-            if isinstance(value, Application) and not history:
-                known = before.applications.get(value.name)
-                moved = known is not None and known.target.takes_over is not None
-                if moved and value.target.takes_over is None and value.goal_id in after.pending:
-                    move_route(self.now, value.name)
-        ended = [
-            value
-            for value in changes.puts
-            if isinstance(value, Goal) and value.status is not GoalStatus.PENDING
-        ]
+            self._command(command, commit.before, commit.after)
+        for value in () if commit.history else commit.puts(Application):
+            known = commit.before.applications.get(value.name)
+            moved = known is not None and known.target.takes_over is not None
+            if moved and value.target.takes_over is None and value.goal_id in commit.after.pending:
+                move_route(self.now, value.name)
+        ended = [value for value in commit.puts(Goal) if value.status is not GoalStatus.PENDING]
         failed = {goal.subject for goal in ended if goal.status is GoalStatus.FAILED}
-        for value in changes.puts:
-            if isinstance(value, Backend) and value.deleting and value.backend_tag in self.now.leaving:
+        for value in commit.puts(Backend):
+            if value.deleting and value.backend_tag in self.now.leaving:
                 name = self.now.leaving[value.backend_tag]
                 if name not in failed:
-                    self._no_way_back(name, after)
+                    self._no_way_back(name, commit.after)
         for goal in ended:
             if goal.status is GoalStatus.SUCCEEDED:
-                self._succeed(goal, after)
+                self._succeed(goal, commit.after)
             elif goal.status is GoalStatus.FAILED:
-                self._fail(goal, after)
-        if ended or history:
-            self._compare(after)
-        for kind, name in changes.deletes:
+                self._fail(goal, commit.after)
+        if ended or commit.history:
+            self._compare(commit.after)
+        for kind, name in commit.changes.deletes:
             if kind is ObjectKind.BACKEND:
-                self._gone(before, after, BackendTag(name))
+                self._gone(commit.before, commit.after, BackendTag(name))
 
     def on_executed(self, command: c.Command[Any], reply: c.CommandReply) -> str:
         """A command is about to be acknowledged: it must be recorded, and hold. Returns what is wrong."""

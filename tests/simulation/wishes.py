@@ -105,7 +105,7 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             config = msgspec.structs.replace(made.config, num_replicas=command.num_replicas)
             now.backends[tag] = made._replace(config=modelled(config))
         case c.PauseAutoscaling() | c.ResumeAutoscaling():
-            pass  # see `check_scaling`
+            pass  # see `check_budgets`
         case c.DeleteDeployment():
             tag = deployment_tag(command.name)
             _delete(now, good, tag)

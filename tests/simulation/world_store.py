@@ -6,26 +6,56 @@ into rows and back is still asked of a sample of the commits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import ObjectChanges
+from serve_controller.core.objects import ObjectChanges, Replica
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.checkpoint_rows import dump, load
 from tests.support.memory_store import MemoryStore
 
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+T = TypeVar("T")
 Writer = tuple[ControllerId, int]
 """A controller and the number of its life."""
-OnCommit = Callable[[Writer, int, Checkpoint, Checkpoint, ObjectChanges, Sequence[HistoryEntry]], None]
-"""Gets writer, epoch, the checkpoint before and after, what was written, and the history with it."""
-
 Saved = tuple[Checkpoint, int, int, ControllerId | None, float]
 """Everything of a database: checkpoint, epoch, number of writes, who leads until when."""
 
 ROUND_TRIP_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One write that the database made."""
+
+    writer: Writer
+    epoch: int
+    before: Checkpoint
+    after: Checkpoint
+    changes: ObjectChanges
+    history: Sequence[HistoryEntry]
+
+    def puts(self, kind: type[T]) -> Iterator[T]:
+        """What it put of one kind."""
+        return (value for value in self.changes.puts if isinstance(value, kind))
+
+    def was(self, replica: Replica) -> Replica | None:
+        """The same replica before; None when it is new."""
+        return self.before.get_replicas(replica.backend_tag).get(replica.replica_tag)
+
+
+class Check:
+    """One promise: it hears what it has a method for, see `tests.simulation.checks.HOOKS`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
 
 
 class WorldStore(MemoryStore):
@@ -36,7 +66,7 @@ class WorldStore(MemoryStore):
         super().__init__(now)
         self.checkpoint = Checkpoint()
         """The truth."""
-        self.on_commit: OnCommit | None = None
+        self.on_commit: Callable[[Commit], None] | None = None
         self.late_writes_s: float | None = None
         """Not None: the connection breaks at each write, and the write is made so much later all the same."""
         self._later = later
@@ -104,7 +134,7 @@ class WorldStore(MemoryStore):
                 assert load(dump(value)) == value, f"{value} does not survive the database"
         self.checkpoint = before.applied(changes)
         if self.on_commit is not None:
-            self.on_commit(writer, epoch, before, self.checkpoint, changes, history)
+            self.on_commit(Commit(writer, epoch, before, self.checkpoint, changes, history))
 
 
 class StoreOf:
