@@ -44,7 +44,7 @@ def config(dice: random.Random) -> BackendConfig:
     return BackendConfig(
         num_replicas=dice.choice([0, 1, 1, 1, 2, 2, 2, 3, 4]),
         user_config=dice.choice([None, 1, 1, 2, 2, 3, BAD_CONFIG]),
-        max_queued_requests=dice.choice([10, 1000]),
+        max_queued_requests=dice.choice([-1, 10, 1000]),
         graceful_shutdown_timeout_s=dice.choice([0.5, 2.0]),
         start_timeout_s=dice.choice([1.0, 2.0]),
         max_constructor_retry_count=dice.choice([1, 2, 3]),
@@ -104,7 +104,7 @@ def _some_config(dice: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_replicas": dice.choice([0, 1, 2, 3]),
         "user_config": dice.choice([1, 2, 3, BAD_CONFIG]),
-        "max_queued_requests": dice.choice([10, 1000]),
+        "max_queued_requests": dice.choice([-1, 10, 1000]),
         "max_constructor_retry_count": dice.choice([1, 3]),
         "autoscaling_config": dice.choice(
             [None, {"min_replicas": 1, "max_replicas": 3}, {"max_replicas": 4}]

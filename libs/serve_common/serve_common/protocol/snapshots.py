@@ -61,7 +61,8 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     draining: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
     """Replicas that finish what they have and take nothing new. A replica in neither list is dead or gone."""
     max_concurrent_queries: Count
-    max_queued_requests: Count
+    max_queued_requests: Annotated[int, Meta(ge=-1, le=2**53)]
+    """As in `BackendConfig`: -1 for any number."""
     protection: BackendProtection = BackendProtection()
     can_wake: bool = False
     """It was scaled to zero: a router with waiting requests should send a `Wake`."""

@@ -19,9 +19,11 @@ from serve_common.api.commands import (
 from serve_common.config.backend import (
     METHODS,
     BackendConfig,
+    BackpressureConfig,
     CircuitBreaker,
     HttpOptions,
     OutlierEjection,
+    ReplicaConfig,
     ReplicaPolicyName,
 )
 from serve_common.errors import BadField
@@ -255,6 +257,38 @@ def test_only_what_a_host_is_told_of_is_heard_by_replicas() -> None:
     assert replica_part(changed) == replica_part(BackendConfig())
     heard = BackendConfig(user_config=1, max_concurrent_queries=9, health_check_period_s=9.0)
     assert replica_part(heard) == heard
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["least", "most"])
+def test_whatever_a_configuration_may_hold_can_be_read_by_routers_and_hosts(at: int) -> None:
+    config = BackendConfig(
+        num_replicas=1,
+        max_concurrent_queries=(1, 100_000)[at],
+        max_queued_requests=(-1, 1_000_000)[at],
+        graceful_shutdown_timeout_s=(0, 3600)[at],
+        health_check_period_s=(0.1, 3600)[at],
+        health_check_timeout_s=(0.1, 3600)[at],
+        health_check_failure_threshold=(1, 1000)[at],
+        start_timeout_s=(1, 86_400)[at],
+        packing_num=(1, 100_000)[at],
+        retry_budget_percent=(0, 100)[at],
+        backpressure_config=BackpressureConfig(retry_after_s=(0, 3600)[at]),
+        outlier_ejection=OutlierEjection(
+            consecutive_failures=(0, 1000)[at],
+            ejection_time_s=(0.1, 3600)[at],
+            max_ejected_percent=(0, 50)[at],
+        ),
+        circuit_breaker=CircuitBreaker(
+            failure_percent=(0, 100)[at],
+            requests_min=(1, 100_000)[at],
+            window_s=(1, 600)[at],
+            open_time_s=(0.1, 3600)[at],
+        ),
+    )
+    loop = Loop()
+    loop.done(Deploy(name="a", replica_config=ReplicaConfig(import_path="m:C"), backend_config=config))
+    snapshot = loop.bucket["backends.default.a"]
+    assert msgspec.json.decode(msgspec.json.encode(snapshot), type=Snapshot) == snapshot
 
 
 def test_a_plan_tells_of_the_field_within_its_group() -> None:
