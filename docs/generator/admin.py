@@ -72,6 +72,12 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "drain_host": {"host_id": "host-1"},
     "undrain_host": {"host_id": "host-1"},
     "shutdown": {"confirm": "everything"},
+    "upload_code": {
+        "digest": "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
+        "page": 0,
+        "pages": 1,
+        "data": "Zm9v",
+    },
     "restore": {"upload_id": "u1", "page": 0, "pages": 1, "data": "H4sIAAAA", "confirm": True},
     "get_deployment_info": {"name": "digits"},
     "list_deployments": {"limit": 100},

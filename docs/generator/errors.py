@@ -50,6 +50,7 @@ _SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "Everywhere": ("serve_common.errors",),
     "Requests": ("serve_common.dispatch", "serve_proxy"),
     "Calls by handle": ("muster.handles",),
+    "Applications in Python, and their code": ("muster.sdk", "serve_common.protocol"),
     "The program `muster`": ("muster.",),
     "Connections and identities": ("serve_common.nats", "serve_common.identities"),
     "Inside the services, in logs and messages": ("serve_controller", "serve_replica_host"),

@@ -276,6 +276,7 @@ SECTIONS: Final = (
             Variable(
                 "MUSTER_RAY_TEMP_DIR", (HostSettings, "ray_temp_dir"), "muster-ray, among temporary files"
             ),
+            Variable("MUSTER_CODE_DIR", (HostSettings, "code_dir"), "below the host's own directory"),
             Variable("RAY_ADDRESS", (HostSettings, "ray_address")),
             Variable(
                 "PROMETHEUS_MULTIPROC_DIR", (HostSettings, "metrics_dir"), "below the host's own directory"

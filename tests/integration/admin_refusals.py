@@ -94,6 +94,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("shutdown", {"sure": True}, 400, "bad_field", "sure", ""),
     ("shutdown", {}, 400, "bad_field", "confirm", "missing required field"),
     ("shutdown", {"confirm": "yes"}, 400, "bad_field", "confirm", ""),
+    ("upload_code", {}, 400, "bad_field", "digest", "missing required field"),
+    ("upload_code", {"digest": "x"}, 400, "bad_field", "digest", "no SHA-256"),
     ("restore", {}, 400, "bad_field", "upload_id", "missing required field"),
     ("restore", {**PAGE, "upload_id": ""}, 400, "bad_field", "upload_id", "1 to 100 characters"),
     ("restore", {**PAGE, "page": 1}, 400, "bad_field", "page", "must be 0 to 0"),

@@ -15,8 +15,9 @@ from serve_common.api import queries as q
 from serve_common.api.queries import COMMANDS, QUERIES
 from serve_common.api.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
 from serve_common.config.autoscaling import AutoscalingConfig
-from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions
-from serve_common.errors import NotFound
+from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.errors import BadField, NotFound
+from serve_common.protocol.code import digest_code
 from serve_controller.adapters.load_windows import YOUNG_S
 from tests.integration.admin_refusals import REFUSALS
 from tests.support.servers.nats_server import NatsServer
@@ -383,6 +384,23 @@ async def test_every_refusal_has_its_code_its_status_and_the_path_of_its_field_a
     assert wrong == []
     assert await recorded(desk) == before
     assert {verb for verb, *_ in REFUSALS} == {*COMMANDS, *QUERIES}
+
+
+async def test_code_is_uploaded_noted_and_may_then_be_deployed(desk: AdminDesk) -> None:
+    data = b"muster-code of a test"
+    digest = digest_code(data)
+    config = ReplicaConfig(import_path="own:Code", code=digest)
+    with pytest.raises(BadField, match="upload the code first") as refused:
+        await desk.admin.call(c.Deploy(name="uploaded", replica_config=config))
+    assert refused.value.field == "replica_config.code"
+    assert not (await desk.admin.call(c.UploadCode(digest=digest))).is_stored
+    for _ in range(2):
+        upload = c.UploadCode(digest=digest, page=0, pages=1, data=data)
+        assert (await desk.admin.call(upload)).is_stored
+    newest, older = await desk.admin.call(q.GetHistory(limit=2))
+    assert (newest.verb, newest.subject) == ("upload_code", digest)
+    assert older.verb in ("upload_code", "deploy")
+    await desk.done(await desk.admin.call(c.Deploy(name="uploaded", replica_config=config)))
 
 
 async def test_a_backup_is_fetched_checked_and_restored(desk: AdminDesk) -> None:

@@ -105,7 +105,14 @@ async def waiting_backends(observer: asyncpg.Connection, count: int = 1) -> list
 async def test_the_role_needs_no_superuser_rights(store: PostgresStore, observer: asyncpg.Connection):
     assert await observer.fetchval("SELECT rolsuper FROM pg_roles WHERE rolname = current_user") is False
     tables = await observer.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'muster'")
-    assert {name for (name,) in tables} == {"checkpoint_rows", "history", "leader", "schema_migrations"}
+    assert {name for (name,) in tables} == {
+        "checkpoint_rows",
+        "code",
+        "code_pages",
+        "history",
+        "leader",
+        "schema_migrations",
+    }
 
 
 async def test_controllers_that_migrate_at_the_same_moment_do_it_once(database: tuple[str, str]):
@@ -121,8 +128,11 @@ async def test_controllers_that_migrate_at_the_same_moment_do_it_once(database: 
 @pytest.mark.parametrize(
     ("made", "shown"),
     [
-        ("INSERT INTO schema_migrations (version, name) VALUES (97, 'future')", "1 initial, 97 future; "),
-        ("UPDATE schema_migrations SET name = 'checkpoint'", "1 checkpoint; "),
+        (
+            "INSERT INTO schema_migrations (version, name) VALUES (97, 'future')",
+            "1 initial, 2 code, 97 future; ",
+        ),
+        ("UPDATE schema_migrations SET name = 'checkpoint' WHERE version = 1", "1 checkpoint, 2 code; "),
     ],
     ids=["newer than the code", "of other code with the same number"],
 )
@@ -131,7 +141,7 @@ async def test_a_database_of_another_version_is_refused_unchanged(
 ):
     await observer.execute(made)
     before = await observer.fetch("SELECT version, name FROM schema_migrations")
-    with pytest.raises(PermanentError, match=rf"{shown}.*1 initial\).* an empty database"):
+    with pytest.raises(PermanentError, match=rf"{shown}.*1 initial, 2 code\).* an empty database"):
         await store.migrate()
     assert await observer.fetch("SELECT version, name FROM schema_migrations") == before
 

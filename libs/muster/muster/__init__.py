@@ -10,10 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from muster import config as config
+    from muster import context as context
+    from muster import exceptions as exceptions
+    from muster import handle as handle
     from muster import metrics as metrics
+    from muster import schema as schema
     from muster.asgi import ingress
     from muster.autoscaling_context import AutoscalingContext
     from muster.batching import BatchCancelled, WrongBatchResult, batch
+    from muster.config import ControllerOptions, HTTPOptions
     from muster.context import (
         NotInReplica,
         ReplicaContext,
@@ -35,21 +41,32 @@ if TYPE_CHECKING:
         get_deployment_handle,
     )
     from muster.multiplexing import multiplexed
+    from muster.schema import TracingConfig
+    from muster.sdk.deployments import Application, Deployment, deployment
+    from muster.sdk.run import RunTarget, delete, run, run_many, shutdown, shutdown_async, start, status
 
 __all__ = [
+    "Application",
     "AutoscalingContext",
     "BackPressureError",
     "BatchCancelled",
+    "ControllerOptions",
+    "Deployment",
     "DeploymentHandle",
     "DeploymentResponse",
     "DeploymentResponseGenerator",
+    "HTTPOptions",
     "NotInReplica",
     "ReplicaContext",
     "RequestCancelledError",
     "RequestContext",
+    "RunTarget",
+    "TracingConfig",
     "WrongBatchResult",
     "batch",
     "connect",
+    "delete",
+    "deployment",
     "disconnect",
     "get_app_handle",
     "get_batch_request_contexts",
@@ -59,6 +76,12 @@ __all__ = [
     "get_request_context",
     "ingress",
     "multiplexed",
+    "run",
+    "run_many",
+    "shutdown",
+    "shutdown_async",
+    "start",
+    "status",
 ]
 
 _HOMES: Final = {
@@ -85,10 +108,23 @@ _HOMES: Final = {
         "get_app_handle",
         "get_deployment_handle",
     ),
+    "muster.config": ("ControllerOptions", "HTTPOptions"),
     "muster.multiplexing": ("multiplexed",),
+    "muster.schema": ("TracingConfig",),
+    "muster.sdk.deployments": ("Application", "Deployment", "deployment"),
+    "muster.sdk.run": (
+        "RunTarget",
+        "delete",
+        "run",
+        "run_many",
+        "shutdown",
+        "shutdown_async",
+        "start",
+        "status",
+    ),
 }
 """Public names by module. No module of this package may have one of these names: its import would shadow it."""
-_MODULES: Final = ("metrics",)
+_MODULES: Final = ("config", "context", "exceptions", "handle", "metrics", "schema")
 """Modules that are used as attributes, as in ``serve.metrics.Counter`` of Ray Serve."""
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 

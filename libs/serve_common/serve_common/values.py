@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -10,6 +11,7 @@ from serve_common.errors import BadField
 
 USER_CONFIG_BYTES_MAX: Final = 64 * 1024
 """Largest size of a user's JSON value: a whole host goal must fit into one NATS message (1 MiB by default)."""
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 NESTING_MAX: Final = 64
 """Deepest nesting of a user's value; a deeper one could pass here and fail in another process' decoder."""
 
@@ -34,6 +36,13 @@ def check_import_path(path: str, field: str) -> None:
     named = [*module.split("."), *attribute.split(".")]
     if len(path) > 512 or not colon or not all(part.isidentifier() for part in named):
         raise BadField(field, f"{path[:100]!r} must read module:attribute, such as digits:Digits")
+
+
+def check_digest(value: str, field: str) -> str:
+    """Return ``value`` if it can be a SHA-256; otherwise raise `BadField` naming ``field``."""
+    if _DIGEST.fullmatch(value) is None:
+        raise BadField(field, f"{value[:100]!r} is no SHA-256: 64 lower-case hexadecimal digits")
+    return value
 
 
 def check_size(value: Any, field: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -92,6 +92,53 @@ class Store(Protocol):
         Filtered by ``subject`` and by ids lower than ``before``, unless they are None. A page is cut to fit into one
         NATS message, so only an empty page means that there is no more.
         """
+        ...
+
+
+class CodeRows(Protocol):
+    """Uploaded code in the database. Every method raises `StoreUnavailable` when it does not answer in time.
+
+    None is fenced: code is named by its content, so a controller that leads no more can only write what is true.
+    """
+
+    async def touch_code(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` that are complete; they count as used now."""
+        ...
+
+    async def add_code_page(self, digest: str, page: int, data: bytes) -> None:
+        """Write one page of code that is not complete yet."""
+        ...
+
+    async def complete_code(self, digest: str, pages: int) -> None:
+        """Declare code with so many pages complete: all were written and verified."""
+        ...
+
+    async def code_pages(self, digest: str) -> int:
+        """The number of pages of complete code; 0 when there is none."""
+        ...
+
+    async def read_code_page(self, digest: str, page: int) -> bytes | None:
+        """One page; None when it is not there."""
+        ...
+
+    async def trim_code(self, named: Collection[str], unused_s: float) -> list[str]:
+        """Delete code that is not among ``named`` and was not used for ``unused_s`` seconds; returns its digests."""
+        ...
+
+
+class CodeBucket(Protocol):
+    """The bucket from which hosts fetch code. Every method raises `BusUnavailable`."""
+
+    async def has_code(self, digest: str, pages: int) -> bool:
+        """Whether all pages of the code are in the bucket."""
+        ...
+
+    async def put_code_page(self, digest: str, page: int, pages: int, data: bytes) -> None:
+        """Put one page, of ``pages``; creates a missing bucket."""
+        ...
+
+    async def drop_code(self, digest: str) -> None:
+        """Remove all pages."""
         ...
 
 

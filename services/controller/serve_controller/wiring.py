@@ -26,6 +26,7 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.request_traces import open_tracing
+from serve_controller.adapters.code_bucket import JetStreamCodeBucket
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
@@ -36,6 +37,7 @@ from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, CrashingBoundary, OpenBoundary, kill_after
+from serve_controller.shell.code_store import CodeStore
 from serve_controller.shell.service import ControllerService, ScalingParts
 
 _log = structlog.get_logger()
@@ -138,6 +140,7 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         boundary=boundary,
         telemetry=metrics,
         scaling=scaling,
+        code=CodeStore(store, JetStreamCodeBucket(client, subjects)),
     )
     background = TaskOwner("controller")
     log_sink = NatsLogSink(logs, subjects, "controller", settings.controller_id)

@@ -72,12 +72,13 @@ def main() -> int:
 
 def _make_directories(settings: HostSettings, users: HostUsers) -> None:
     if users.shared_gid is None:
-        for directory in (settings.own_dir, settings.metrics_dir):
+        for directory in (settings.own_dir, settings.metrics_dir, settings.code_dir):
             ensure_private_directory(Path(directory))
         return
     # Replicas traverse the one, and create files in the other that only they and the host may remove.
     share_directory(Path(settings.own_dir), users.shared_gid, 0o710)
     share_directory(Path(settings.metrics_dir), users.shared_gid, 0o1770)
+    share_directory(Path(settings.code_dir), users.shared_gid, 0o750)  # they read what is in there
 
 
 def _end(status: int) -> NoReturn:

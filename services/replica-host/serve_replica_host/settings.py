@@ -61,6 +61,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """User to which the host switches after reading its secrets: ``name``, ``uid`` or ``uid:gid``; empty: no switch."""
     replica_user: str = ""
     """User that runs Ray and user code: ``name``, ``uid`` or ``uid:gid``; empty: the host's user."""
+    code_dir: str = ""
+    """Directory of the code that was fetched; replicas read it."""
     tracing: TracingSettings | None = None
     """Tracing of its replicas; None turns it off."""
 
@@ -92,6 +94,7 @@ def read_host_settings(environment: Environment) -> HostSettings:
         spare_replicas=environment.integer("MUSTER_SPARE_REPLICAS", SPARE_REPLICAS, 0, 1_000),
         drain_timeout_s=environment.seconds("MUSTER_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
         own_dir=own_dir,
+        code_dir=environment.text("MUSTER_CODE_DIR", str(Path(own_dir) / f"code-{host_id}")),
         host_user=environment.optional("MUSTER_HOST_USER") or "",
         replica_user=replica_user,
         tracing=read_tracing_settings(environment.variables),

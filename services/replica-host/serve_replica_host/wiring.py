@@ -22,6 +22,7 @@ from serve_common.runtime.health import BusHealthCheck, LoopLag
 from serve_common.runtime.operations import OperationsServer, ProcessPages, metrics_url
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
+from serve_replica_host.adapters.code_cache import CodeCache, ReplicasWithCode
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
@@ -62,9 +63,10 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         metrics.count_reconnect()
         shell.report_now()
 
-    replicas = IdentifiedReplicas(runtime, settings.replica_bus, settings.replica_identity_s)
+    identified = IdentifiedReplicas(runtime, settings.replica_bus, settings.replica_identity_s)
 
     def take_event(event: ReplicaEvent) -> None:
+        identified.take_event(event)
         replicas.take_event(event)
         shell.take_event(event)
 
@@ -79,6 +81,9 @@ async def run_host(  # noqa: PLR0915 - it wires everything
             logs, Subjects(settings.bus.subject_prefix), "host", settings.host_id, log_socket.recent
         ),
     )
+    cache = CodeCache(Path(settings.code_dir), bus)
+    cache.clean()
+    replicas = ReplicasWithCode(identified, cache, take_event)
     shell = HostShell(
         settings.host_id,
         runtime=replicas,
@@ -88,6 +93,7 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         started_at=SystemClock().now(),
         now=loop.time,
         metrics_url=lambda: metrics_url(settings.operations, operations.port, bus.local_host),
+        missing_code=lambda: sorted(cache.missing),
         starts_max=max(STARTS_MIN, 2 * (os.cpu_count() or 1)),
     )
     is_ray_up = False
@@ -123,7 +129,7 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         await runtime.open(take_event, lambda: shell.backlog)
         is_ray_up = True
         tasks.start(bus.run(), "control_bus")
-        tasks.start(replicas.run(), "replica_identities")
+        tasks.start(identified.run(), "replica_identities")
         tasks.start(pulse.run(), "pulse")
         tasks.start(runtime.watch(), "ray_watch")
         tasks.start(lag.run(), "loop_lag")
@@ -133,6 +139,7 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         _log.critical("host_failed", exc_info=error)
         failures.append(str(error) or repr(error))
     finally:
+        await replicas.close(_CLOSE_TIMEOUT_S)
         await tasks.close(_CLOSE_TIMEOUT_S)  # first, or the bus would reconnect
         await bus.close()
         await runtime.close()

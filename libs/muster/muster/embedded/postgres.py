@@ -271,6 +271,8 @@ async def _run(command: list[str], variables: Mapping[str, str], text: str) -> t
             _, errors = await process.communicate(text.encode())
     except TimeoutError:
         return 1, "psql does not end"
+    except RuntimeError as error:  # uvloop's, where psql ended before it read its input
+        return 1, str(error)
     finally:
         if process.returncode is None:
             process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Final, NoReturn, final
 
 import msgspec
@@ -203,9 +203,18 @@ class DeploymentHandle:
     thousand.
     """
 
-    def __init__(self, deployment_name: str, app_name: str, options: HandleOptions = _DEFAULTS) -> None:
+    def __init__(
+        self,
+        deployment_name: str,
+        app_name: str,
+        options: HandleOptions = _DEFAULTS,
+        *,
+        post: Callable[[HandleCall], None] | None = None,
+    ) -> None:
         """Use `get_deployment_handle` or `get_app_handle`. An empty ``deployment_name`` means the application's
-        ingress."""
+        ingress. ``post`` takes calls instead of the process' router, in local testing mode.
+        """
+        self._post = post
         self._deployment_name = deployment_name
         self._app_name = app_name
         self._options = options
@@ -237,7 +246,7 @@ class DeploymentHandle:
         context = request_context.get()
         replica = current_replica()
         body, sources = _build_body(args, kwargs)
-        router = runtime()
+        post = runtime().post if self._post is None else self._post
         traceparent = "" if context is None else context.traceparent
         tracer = process_tracer()
         trace = None
@@ -255,13 +264,13 @@ class DeploymentHandle:
             traceparent=traceparent,
             trace=trace,
             code_versions=None if replica is None else replica.peer_versions,
-            post=router.post,
+            post=post,
         )
         bind_to_request(call)
-        router.post(call)
+        post(call)
         if sources is not None:
             for source in sources.calls():
-                source.add_done_waker(lambda: router.post(call))
+                source.add_done_waker(lambda: post(call))
         return (
             DeploymentResponse(call) if call.items is None else DeploymentResponseGenerator(call, call.items)
         )
@@ -298,7 +307,7 @@ class DeploymentHandle:
         }
         changed = {name: value for name, value in overrides.items() if value is not _UNSET}
         options = check_options(msgspec.structs.replace(self._options, **changed))
-        return DeploymentHandle(self._deployment_name, self._app_name, options)
+        return DeploymentHandle(self._deployment_name, self._app_name, options, post=self._post)
 
     def __getattr__(self, name: str) -> DeploymentHandle:
         if name.startswith("_"):
@@ -307,12 +316,24 @@ class DeploymentHandle:
         self.__dict__[name] = handle  # later lookups find it without __getattr__
         return handle
 
-    def __reduce__(self) -> tuple[type[DeploymentHandle], tuple[str, str, HandleOptions]]:
-        return DeploymentHandle, (self._deployment_name, self._app_name, self._options)
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        names = (self._deployment_name, self._app_name, self._options)
+        if self._post is None:
+            return DeploymentHandle, names
+        _local_posts[id(self._post)] = self._post
+        return _local_handle, (*names, id(self._post))
 
     def __repr__(self) -> str:
         method = f", method_name={self._options.method_name!r}" if self._options.method_name else ""
         return f"DeploymentHandle({self._endpoint!r}{method})"
+
+
+_local_posts: Final[dict[int, Callable[[HandleCall], None]]] = {}
+"""What handles of local testing mode were pickled with; such a pickle is of use in this process only."""
+
+
+def _local_handle(deployment_name: str, app_name: str, options: HandleOptions, post: int) -> DeploymentHandle:
+    return DeploymentHandle(deployment_name, app_name, options, post=_local_posts[post])
 
 
 def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> DeploymentHandle:

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from serve_common.dispatch.admission import CLIENT_GONE
+from serve_common.dispatch.errors import QueueIsFull
 from serve_common.errors import BadField, LimitReached, NoReplicaAvailable, PermanentError, RequestFailed
 
 
@@ -32,7 +33,8 @@ class ArgumentsTooLarge(LimitReached):
 
 
 # The names of Ray Serve.
-BackPressureError = NoReplicaAvailable
+BackPressureError = QueueIsFull
+DeploymentUnavailableError = NoReplicaAvailable
 RequestCancelledError = RequestCancelled
 
 

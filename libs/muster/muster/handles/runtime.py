@@ -22,6 +22,7 @@ import structlog
 
 from muster.handles.calls import HandleCall
 from muster.handles.router import BUCKET_WAIT_S, DISCONNECTED, HandleRouter
+from muster.library_logs import use_library_logs
 from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
@@ -208,8 +209,10 @@ class Runtime:
     def __init__(self, settings: BusSettings, name: str) -> None:
         """Starts the router's thread; connects in the background."""
         self.settings: Final = settings
-        self._thread = LoopThread("muster-handles")
         replica = current_replica()
+        if replica is None:
+            use_library_logs()
+        self._thread = LoopThread("muster-handles")
         login = build_login(settings) if replica is None or settings is not replica.bus else replica.login
         self._parts = self._thread.submit(_start_parts(settings, login, name)).result(_START_TIMEOUT_S)
         self._mailbox = self._parts.mailbox

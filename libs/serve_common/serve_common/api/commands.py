@@ -329,4 +329,29 @@ class Restore(Command[RestoreReply], frozen=True, kw_only=True):
     """False with the last page: the file is checked, and nothing is changed."""
 
 
+class UploadCodeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the code can be deployed."""
+
+    is_stored: bool
+    """True once the code is stored: with its last page, or before, if it was there already."""
+
+
+class UploadCode(Command[UploadCodeReply], frozen=True, kw_only=True):
+    """Upload code that `ReplicaConfig.code` can name. Code that is there already is not stored again.
+
+    It is sent in pages, in order; a request without pages only finds out whether it is there. Code that no deployment,
+    backend or revision names is deleted an hour after it was last uploaded or deployed.
+    """
+
+    verb = "upload_code"
+    digest: str
+    """SHA-256 of the whole code, in hexadecimal."""
+    page: int = 0
+    """Number of this page, from 0."""
+    pages: int = 0
+    """Number of pages of the code; 0 asks whether it is stored."""
+    data: bytes = b""
+    """Content of the page; all pages but the last have 512 KiB."""
+
+
 CommandReply = ChangeReply | ShutdownReply | RestoreReply

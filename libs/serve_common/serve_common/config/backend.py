@@ -12,7 +12,7 @@ import msgspec
 from serve_common.config.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
 from serve_common.errors import BadField
 from serve_common.names import check_name
-from serve_common.values import check_between, check_import_path, check_size
+from serve_common.values import check_between, check_digest, check_import_path, check_size
 
 EVERYTHING: Final = "*"
 CALLS_MAX: Final = 100
@@ -67,6 +67,9 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     import_path: str
     """``module:attribute`` of a class or function, imported in the replica's process."""
+    code: str = ""
+    """SHA-256 of uploaded code (`UploadCode`), with its arguments, that runs instead of what ``import_path`` names;
+    empty: ``import_path`` is imported. Other code is another version."""
     app_dir: str = ""
     """Directory that comes first on ``sys.path``, as the replica hosts see it; empty for none."""
     init_args: list[Any] = []
@@ -80,6 +83,10 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
     """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
     check_import_path(config.import_path, f"{field}.import_path")
+    if config.code:
+        check_digest(config.code, f"{field}.code")
+        if config.init_args or config.init_kwargs:
+            raise BadField(f"{field}.init_args", "must be empty: uploaded code has its arguments with it")
     if len(config.app_dir) > 4096 or "\0" in config.app_dir:
         raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
     options, at = config.ray_actor_options, f"{field}.ray_actor_options"

@@ -180,6 +180,7 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                         f"{prefix}.log.controller.>",
                         f"{prefix}.log.recalled.*.controller",
                         f"$KV.{bucket}.>",
+                        f"{prefix}.code.>",
                         "$JS.API.>",
                         "$JS.ACK.>",
                         "$JS.FC.>",
@@ -211,6 +212,7 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                         f"{prefix}.report.host.{NAME}",
                         f"{prefix}.log.host.{NAME}",
                         f"{prefix}.log.recalled.*.host",
+                        f"$JS.API.DIRECT.GET.{prefix}-code.{prefix}.code.>",
                     ),
                     subscribe=(
                         f"{prefix}.host.{NAME}.goal",

@@ -22,6 +22,8 @@ from serve_common.protocol.subjects import UNREADABLE, Address, Amount, Count, L
 
 REPLICAS_MAX = 50_000
 """Replicas of one host in a message; far more than fit into a NATS message."""
+MISSING_CODE_MAX = 100
+"""Digests of missing code in one report; the others follow."""
 _RESOURCES_MAX = 1_000
 
 
@@ -118,6 +120,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """As in `ProxyReport`, for its own and its replicas' metrics."""
     leaving: bool = False
     """The host is stopping and drains everything by itself."""
+    missing_code: Annotated[list[Label], Meta(max_length=MISSING_CODE_MAX)] = []
+    """Digests of code that it waits for and that the bucket of code lacks."""
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):

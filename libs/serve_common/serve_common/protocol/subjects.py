@@ -88,6 +88,15 @@ class Subjects:
         self.event_stream: Final = f"{prefix}-events"
         """Name of the stream that keeps events for a while."""
 
+    @property
+    def code_bucket(self) -> str:
+        """Name of the stream that carries uploaded code to hosts."""
+        return f"{self.prefix}-code"
+
+    def code(self, digest: str, page: int | str) -> str:
+        """Where that stream has a page of the code with this digest."""
+        return f"{self.prefix}.code.{digest}.{page}"
+
     def admin(self, verb: str) -> str:
         """Where the command or query ``verb`` is sent."""
         return f"{self.admin_group}.{verb}"

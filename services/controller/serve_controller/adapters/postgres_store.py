@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
@@ -428,6 +428,38 @@ class PostgresStore:
                 QUERIES["read_history"], limit, subject, before, HISTORY_PAGE_BYTES_MAX
             )
         return [view_history(record) for record in records]
+
+    async def touch_code(self, digests: Collection[str]) -> set[str]:
+        """Those of ``digests`` that are complete; they count as used now."""
+        async with self._pool.connection() as connection:
+            return {row["digest"] for row in await connection.fetch(QUERIES["touch_code"], list(digests))}
+
+    async def add_code_page(self, digest: str, page: int, data: bytes) -> None:
+        """Write one page of code that is not complete yet."""
+        async with self._pool.connection() as connection:
+            await connection.execute(QUERIES["add_code_page"], digest, page, data)
+
+    async def complete_code(self, digest: str, pages: int) -> None:
+        """Declare code with so many pages complete."""
+        async with self._pool.connection() as connection:
+            await connection.execute(QUERIES["complete_code"], digest, pages)
+
+    async def code_pages(self, digest: str) -> int:
+        """The number of pages of complete code; 0 when there is none."""
+        async with self._pool.connection() as connection:
+            return await connection.fetchval(QUERIES["code_pages"], digest) or 0
+
+    async def read_code_page(self, digest: str, page: int) -> bytes | None:
+        """One page; None when it is not there."""
+        async with self._pool.connection() as connection:
+            data: bytes | None = await connection.fetchval(QUERIES["read_code_page"], digest, page)
+        return data
+
+    async def trim_code(self, named: Collection[str], unused_s: float) -> list[str]:
+        """Delete unused code and uploads that were given up; returns the digests of the former."""
+        async with self._pool.connection() as connection:
+            rows = await connection.fetch(QUERIES["trim_code"], list(named), unused_s)
+        return [row["digest"] for row in rows]
 
     async def close(self) -> None:
         """Close all connections, in bounded time."""

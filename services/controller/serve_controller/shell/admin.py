@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -24,6 +25,7 @@ from serve_controller.core.observed import ObservedState
 from serve_controller.core.views.hosts import view_goal
 from serve_controller.shell.boundary import Boundary
 from serve_controller.shell.checkpoint_rows import read_backup, write_backup
+from serve_controller.shell.code_store import CodeStore
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.queries import QueryApi, ReadLoad, parse_request
 
@@ -188,12 +190,15 @@ class AdminApi:
         clock: Clock,
         boundary: Boundary,
         current_term: Callable[[], Term | None],
+        *,
         read_load: ReadLoad | None = None,
+        code: CodeStore | None = None,
     ) -> None:
         """``current_term`` returns the term while this controller leads; replies to commands cross ``boundary``.
 
-        ``read_load`` scrapes all services; None disables that verb.
+        ``read_load`` scrapes all services; None disables that verb. ``code`` None disables uploads.
         """
+        self._code = code
         self._transfers = BackupTransfers(clock)
         self._boundary = boundary
         self._current_term = current_term
@@ -220,6 +225,8 @@ class AdminApi:
         term = self._term()
         if isinstance(request, c.Restore):
             return await self._restore(term, request, sanitize_principal(principal))
+        if isinstance(request, c.UploadCode):
+            return await self._upload(term, request, sanitize_principal(principal))
         if isinstance(request, q.GetBackup):
             return msgspec.json.encode(await self._transfers.page(term, request))
         if isinstance(request, Command):
@@ -246,17 +253,30 @@ class AdminApi:
         payload = msgspec.json.encode({"upload_id": request.upload_id, "backup": summary})
         return await self._command(term, RestoreFrom(saved=saved, summary=summary), payload, principal)
 
+    async def _upload(self, term: Term, request: c.UploadCode, principal: str) -> bytes:
+        is_stored = await self._stored_code().take(request)
+        if is_stored and request.pages:
+            # The code itself is no part of the audit log.
+            payload = msgspec.json.encode({"digest": request.digest, "pages": request.pages})
+            with _converted_fence(term):
+                await term.note_upload(request, payload, principal)
+        return msgspec.json.encode(c.UploadCodeReply(is_stored=is_stored))
+
+    def _stored_code(self) -> CodeStore:
+        if self._code is None:
+            raise NotLeading("this controller stores no code")
+        return self._code
+
     async def _command(self, term: Term, command: Command[Any], payload: bytes, principal: str) -> bytes:
+        if self._code is not None:
+            await self._code.prepare(command)
+
         async def encoded() -> bytes:
             return msgspec.json.encode(reply)
 
-        try:
+        with _converted_fence(term):
             reply = await term.execute(command, payload, principal)
             return await self._boundary.cross("reply", encoded)
-        except FencedOut as error:
-            # Nothing was written; to a caller this is a change of leader like any other.
-            term.on_change()
-            raise NotLeading(f"this controller leads no more ({error}); try again") from error
 
     async def _wait_for_goal(self, request: q.WaitForGoal) -> GoalView:
         if not 0 <= request.timeout_s <= q.WAIT_TIMEOUT_S_MAX:
@@ -272,3 +292,13 @@ class AdminApi:
             pass  # reply with the goal as it is now
         term = self._term()
         return self._goal_views.view(term.checkpoint, term.observed, request.goal_id)
+
+
+@contextmanager
+def _converted_fence(term: Term) -> Iterator[None]:
+    """To a caller, a write that was fenced is a change of leader like any other: nothing was written."""
+    try:
+        yield
+    except FencedOut as error:
+        term.on_change()
+        raise NotLeading(f"this controller leads no more ({error}); try again") from error

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
-from serve_common.api.commands import Command, CommandReply
+from serve_common.api.commands import Command, CommandReply, UploadCode
 from serve_common.api.views import EventView, GoalStatus, HistoryView
 from serve_common.clock import Clock
 from serve_common.errors import BusUnavailable, FencedOut, LimitReached, NotLeading, StoreUnavailable
@@ -226,6 +226,20 @@ class Term:
             old=None if old is None else msgspec.json.encode(old).decode(),
             new=None if new is None else msgspec.json.encode(new).decode(),
         )
+
+    async def note_upload(self, command: UploadCode, request: bytes, principal: str) -> None:
+        """Record an upload in the audit log. Raises as `execute` does."""
+        async with self._turn:
+            await self._make_certain()
+            entry = HistoryEntry(
+                at=self._clock.now(),
+                principal=principal,
+                verb=command.verb,
+                subject=command.digest,
+                goal_id=None,
+                request=request.decode(),
+            )
+            await self._record("record_upload", ObjectChanges(), self.checkpoint, [entry], [])
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """A page of the audit log, the newest first. Raises `StoreUnavailable`."""

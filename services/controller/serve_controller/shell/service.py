@@ -23,6 +23,7 @@ from serve_controller.ports import ControllerBus, LoadSource, PolicyRunner, Stor
 from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
+from serve_controller.shell.code_store import TRIM_EVERY_S, CodeStore, named_code
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.leadership import PING_EVERY_S, PING_TIMEOUT_S, BusLiveness, Leadership
 from serve_controller.shell.observations import EVENTS_MAX
@@ -57,8 +58,9 @@ class ControllerService:
         boundary: Boundary,
         telemetry: Telemetry,
         scaling: ScalingParts | None = None,
+        code: CodeStore | None = None,
     ) -> None:
-        """``scaling`` None disables autoscaling in this controller."""
+        """``scaling`` None disables autoscaling in this controller, ``code`` None uploads of code."""
         self.term: Term | None = None
         self.autoscaler: Autoscaler | None = None
         """The autoscaler of the current term; None while there is none."""
@@ -68,7 +70,12 @@ class ControllerService:
             boundary,
             self._leading_term,
             read_load=None if scaling is None else scaling.read_load,
+            code=code,
         )
+        self._code = code
+        self._missing_code: set[str] = set()
+        """Code that hosts did not find in the bucket."""
+        self._code_missed = asyncio.Event()
         self._scaling = scaling
         self._controller_id = controller_id
         self._store = store
@@ -120,8 +127,12 @@ class ControllerService:
 
     def on_report(self, report: HostReport | ProxyReport) -> None:
         """Receive a report; ignored unless this controller leads."""
-        if self.term is not None:
-            self.term.on_report(report)
+        if self.term is None:
+            return
+        self.term.on_report(report)
+        if isinstance(report, HostReport) and report.missing_code and self._code is not None:
+            self._missing_code.update(report.missing_code)
+            self._code_missed.set()
 
     def on_wake_message(self, wake: Wake) -> None:
         """Receive a wake message: requests wait for a backend without replicas. Ignored unless leading."""
@@ -182,6 +193,8 @@ class ControllerService:
         try:
             await self._bus.start_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
             background.start(self._load_events(term), name="recall_events")
+            if self._code is not None:
+                background.start(self._supply_code(self._code, term), name="supply_code")
             if self._scaling is not None:
                 self.autoscaler = Autoscaler(term, self._scaling.loads, self._scaling.policies, self._clock)
                 background.start(self.autoscaler.run(), name="autoscaler")
@@ -228,6 +241,25 @@ class ControllerService:
     async def _load_events(self, term: Term) -> None:
         """Load events of earlier terms, in a task of its own: a slow stream must not delay the first plan."""
         term.remember(await self._bus.recent_events(EVENTS_MAX))
+
+    async def _supply_code(self, code: CodeStore, term: Term) -> None:
+        """Publish what hosts miss of what is deployed, and now and then delete what nothing names any more."""
+        while True:
+            try:
+                async with asyncio.timeout(TRIM_EVERY_S):
+                    await self._code_missed.wait()
+            except TimeoutError:
+                pass
+            self._code_missed.clear()
+            missing, self._missing_code = self._missing_code, set()
+            try:
+                if missing:
+                    await code.publish(missing & named_code(term.checkpoint), again=True)
+                else:
+                    await code.trim(term.checkpoint)
+            except StoreUnavailable as error:
+                _log.warning("code_not_supplied", error=str(error))
+                await asyncio.sleep(IDLE_WAIT_S)
 
     async def _wait_until(self, due_at: float | None) -> None:
         wait_s = IDLE_WAIT_S

@@ -18,6 +18,7 @@ from nats.errors import Error as NatsError
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.names import HostId
 from serve_common.nats.client import close_nats, connect_nats, join_log_sink, ping_nats, publish_now
+from serve_common.protocol.code import PAGES_HEADER
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.operations import get_local_host
 from serve_common.runtime.settings import BusSettings
@@ -28,6 +29,7 @@ _log = structlog.get_logger(__name__)
 _DIAL_S: Final = 10.0
 _RETRY_S: Final = 1.0
 _CLOSE_TIMEOUT_S: Final = 1.0
+_READ_TIMEOUT_S: Final = 5.0
 
 
 @final
@@ -112,6 +114,21 @@ class ControlBus:
             await publish_now(self._client, self._subjects.host_report(self._host_id), payload)
         except BusUnavailable as error:
             _log.warning("report_not_sent", error=str(error))
+
+    async def read_code_page(self, digest: str, page: int) -> tuple[bytes, int]:
+        """A page of code from the bucket, and the number of pages.
+
+        Raises `NotFoundError` when the bucket lacks it, `BusUnavailable`, and other errors of NATS.
+        """
+        client = self._client
+        if client is None or not client.is_connected:
+            raise BusUnavailable("NATS is not connected")
+        stream = client.jetstream(timeout=_READ_TIMEOUT_S)
+        message = await stream.get_msg(
+            self._subjects.code_bucket, subject=self._subjects.code(digest, page), direct=True
+        )
+        pages = (message.headers or {}).get(PAGES_HEADER, "")
+        return (message.data or b"")[1:], int(pages) if pages.isdecimal() else 0
 
     async def close(self) -> None:
         """Flush what was published and disconnect; takes at most a few seconds."""

@@ -103,6 +103,7 @@ def ray_settings(settings: HostSettings, log_socket: str) -> RaySettings:
         num_cpus=settings.num_cpus,
         app_root=settings.app_root,
         metrics_dir=settings.metrics_dir,
+        code_dir=settings.code_dir,
         host_id=settings.host_id,
         spare_replicas=settings.spare_replicas,
         log_socket=log_socket,

@@ -57,6 +57,8 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_id: str
     spare_replicas: int
     """Maximum of spare actors on a local runtime."""
+    code_dir: str = ""
+    """Directory of the code that was fetched; empty for none."""
     log_socket: str = ""
     """Path of the host's log socket; empty for none."""
     tracing: dict[str, str] = {}

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final, final
 
 import msgspec
@@ -305,6 +306,12 @@ class RayRuntime:
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
             tracing=self._settings.tracing,
         )
+        if goal.replica_config.code:
+            path = Path(self._settings.code_dir) / goal.replica_config.code
+            if spare.remote is None:
+                order = msgspec.structs.replace(order, code_path=str(path))
+            else:  # its machine does not see the host's disk
+                order = msgspec.structs.replace(order, code=path.read_bytes())
         process = "" if spare.remote is None else spare.remote.process
         self._emit(Placed(tag, spare.pid, spare.was_spare, process, spare.address))
         spare.watch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from serve_common.names import HostId, ReplicaTag
 from serve_common.protocol.reports import (
     ERROR_LENGTH_MAX,
+    MISSING_CODE_MAX,
     HostGoal,
     HostReport,
     ReplicaGoal,
@@ -165,6 +167,7 @@ def build_report(
     sequence: int,
     resources: dict[str, float],
     metrics_url: str = "",
+    missing_code: Sequence[str] = (),
 ) -> HostReport:
     """Build the host's report; equal states give reports that differ in ``sequence`` only.
 
@@ -183,6 +186,7 @@ def build_report(
         replicas=[_replica_report(replica) for replica in state.replicas.values()],
         metrics_url=metrics_url,
         leaving=state.is_leaving,
+        missing_code=list(missing_code[:MISSING_CODE_MAX]),
     )
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
@@ -52,6 +53,10 @@ class StartReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The replica's own settings: its name, and its first identity."""
     app_dir: str
     """Absolute path; empty for none."""
+    code_path: str = ""
+    """File with the goal's uploaded code, on the host's machine."""
+    code: bytes = b""
+    """The uploaded code itself, on another machine."""
     tracing: dict[str, str] = {}
     """The host's OTEL_… variables, for a replica on a machine whose environment has none."""
 
@@ -217,7 +222,12 @@ class ReplicaProcess:
         def constructed(target: object) -> None:
             context.servable_object = target
 
-        self._code = await UserCode.construct(self._order.goal, self._order.app_dir, constructed)
+        self._code = await UserCode.construct(
+            self._order.goal, self._order.app_dir, constructed, self._read_code
+        )
+
+    def _read_code(self) -> bytes:
+        return Path(self._order.code_path).read_bytes() if self._order.code_path else self._order.code
 
     # -- on the bus loop ------------------------------------------------------------------------------------------
 

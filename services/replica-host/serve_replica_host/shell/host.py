@@ -141,11 +141,13 @@ class HostShell:
         started_at: float,
         now: Callable[[], float],
         metrics_url: Callable[[], str] = lambda: "",
+        missing_code: Callable[[], list[str]] = list,
         starts_max: int = STARTS_MAX,
     ) -> None:
         """``started_at`` is wall time, ``now`` returns monotonic seconds; ``incarnation`` is unique per process.
 
-        ``metrics_url`` returns the URL where the host is scraped, empty while unknown. ``starts_max`` is the maximum of
+        ``metrics_url`` returns the URL where the host is scraped, empty while unknown; ``missing_code`` the digests of
+        code that is waited for. ``starts_max`` is the maximum of
         processes starting at once.
         """
         self._state = HostState(host_id=host_id, starts_max=starts_max)
@@ -156,6 +158,7 @@ class HostShell:
         self._started_at = started_at
         self._now = now
         self._metrics_url = metrics_url
+        self._missing_code = missing_code
         self._sequence = 0
         self._inbox: deque[_Input] = deque()
         self._processes: dict[str, str] = {}
@@ -326,6 +329,7 @@ class HostShell:
             sequence=self._sequence,
             resources=self._runtime.resources,
             metrics_url=self._metrics_url(),
+            missing_code=self._missing_code(),
         )
         self._metrics.show_replicas(Counter(replica.status for replica in self._state.replicas.values()))
         if self._bus.is_connected:

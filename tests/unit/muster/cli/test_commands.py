@@ -481,7 +481,9 @@ LISTS = [
 
 def test_every_command_of_the_table_is_tried_here_or_with_files() -> None:
     assert {type(request) for _line, request, _told in COMMAND_LINES} == {
-        request for verb, request in COMMANDS.items() if verb not in ("deploy_application", "restore")
+        request
+        for verb, request in COMMANDS.items()
+        if verb not in ("deploy_application", "restore", "upload_code")
     }
 
 
@@ -814,7 +816,7 @@ def test_delete_all_asks_first(muster: Muster, controller: Any) -> None:
 def test_every_field_of_a_configuration_has_its_option(muster: Muster, controller: Any) -> None:
     assert [each.name for each in BACKEND_OPTIONS] == [each.name for each in BACKEND_CHANGES]
     assert {each.name for each in BACKEND_OPTIONS} == set(BackendConfig.__struct_fields__)
-    code = {*ReplicaConfig.__struct_fields__, "num_cpus", "num_gpus"} - {"import_path"}
+    code = {*ReplicaConfig.__struct_fields__, "num_cpus", "num_gpus"} - {"import_path", "code"}
     assert {each.name for each in CODE_OPTIONS} == code
     assert [each.name for each in ENDPOINT_OPTIONS] == [each.name for each in ENDPOINT_CHANGES]
     assert {each.name for each in ENDPOINT_OPTIONS} == set(EndpointOptions.__struct_fields__)

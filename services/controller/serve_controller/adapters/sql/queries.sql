@@ -107,3 +107,40 @@ SELECT id, extract(epoch FROM at)::float8 AS at, principal, epoch, verb, subject
 FROM measured
 WHERE place = 1 OR bytes <= $4
 ORDER BY id DESC;
+
+-- name: touch_code
+-- Those of these digests that are complete, which count as used from now on: digests.
+UPDATE code SET used_at = clock_timestamp() WHERE digest = ANY($1::text[]) RETURNING digest;
+
+-- name: add_code_page
+-- Write a page of an upload: digest, page, data.
+INSERT INTO code_pages (digest, page, data) VALUES ($1, $2, $3)
+ON CONFLICT (digest, page) DO UPDATE SET data = excluded.data, added_at = excluded.added_at;
+
+-- name: complete_code
+-- Declare an upload complete: digest, number of pages.
+INSERT INTO code (digest, pages) VALUES ($1, $2)
+ON CONFLICT (digest) DO UPDATE SET used_at = excluded.used_at;
+
+-- name: code_pages
+-- The number of pages of complete code: digest.
+SELECT pages FROM code WHERE digest = $1;
+
+-- name: read_code_page
+-- One page: digest, page.
+SELECT data FROM code_pages WHERE digest = $1 AND page = $2;
+
+-- name: trim_code
+-- Delete code that nothing names and that was not used lately, and pages of uploads that were given up: named digests,
+-- seconds. Returns the digests of the former.
+WITH gone AS (
+    DELETE FROM code
+    WHERE digest <> ALL($1::text[]) AND used_at < clock_timestamp() - make_interval(secs => $2)
+    RETURNING digest
+), gone_pages AS (
+    DELETE FROM code_pages AS page
+    WHERE digest IN (SELECT digest FROM gone)
+        OR (page.added_at < clock_timestamp() - make_interval(secs => $2)
+            AND NOT EXISTS (SELECT FROM code WHERE code.digest = page.digest))
+)
+SELECT digest FROM gone;

@@ -36,6 +36,7 @@ DECISIONS: Final[Mapping[type[c.Command[Any]], Callable[[Checkpoint, Any, float]
     c.UndrainHost: operations.undrain_host,
     c.Shutdown: operations.shutdown,
     c.Restore: restoring.refuse_plan,
+    c.UploadCode: operations.refuse_upload,
     restoring.RestoreFrom: restoring.restore,
 }
 """What decides each command. A decision takes the checkpoint, the command and the time in seconds since 1970."""

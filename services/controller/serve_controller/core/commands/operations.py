@@ -13,10 +13,11 @@ from serve_common.api.commands import (
     ShutdownReply,
     UndrainHost,
     UpdateBackendConfig,
+    UploadCode,
 )
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import REPLICAS_MAX
-from serve_common.errors import Conflict, NotFound
+from serve_common.errors import BadField, Conflict, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, check_name, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_common.values import check_between
@@ -97,6 +98,11 @@ def _set_paused(checkpoint: Checkpoint, backend: Backend, paused: str) -> Accept
     draft = Draft(checkpoint)
     draft.put(msgspec.structs.replace(backend, autoscaling_paused=paused))
     return changed(draft, tag, None)
+
+
+def refuse_upload(_checkpoint: Checkpoint, _command: UploadCode, _now: float) -> Accepted:
+    """An `UploadCode` changes nothing that is deployed, so there is nothing to decide; only `Plan` asks for that."""
+    raise BadField("verb", "upload_code changes nothing that is deployed, so it has no plan")
 
 
 SUBJECT = "everything"

@@ -7,17 +7,20 @@ import gc
 import importlib
 import inspect
 import os
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
+import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 import structlog
 from opentelemetry import context, trace
 from starlette.types import ASGIApp, Message
 
 from serve_common.errors import BadField
+from serve_common.protocol.code import check_code, strip_header
 from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.request_context import RequestContext, request_context
@@ -38,22 +41,36 @@ class UserCodeUnusable(Exception):
     """The object at the import path cannot be served; the message has the reason."""
 
 
+def add_to_path(app_dir: str) -> None:
+    """Put ``app_dir`` first on ``sys.path``, unless it is empty. Raises `UserCodeUnusable` when it is no directory."""
+    if not app_dir:
+        return
+    if not Path(app_dir).is_dir():
+        where = f"looked for on the machine {os.uname().nodename}"
+        raise UserCodeUnusable(
+            f"app_dir {app_dir} is not a directory that the replica host can see ({where})"
+        )
+    if app_dir not in sys.path:
+        sys.path.insert(0, app_dir)
+        importlib.invalidate_caches()
+
+
+def load_code(data: bytes, digest: str) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """The class or function of uploaded code, and its arguments. Unpickling runs code, here as in the constructor.
+
+    Raises `CodeCorrupt`, `BadField` for code of other versions, and whatever unpickling raises.
+    """
+    body = strip_header(check_code(data, digest), cloudpickle.__version__)
+    target, args, kwargs = pickle.loads(body)  # noqa: S301 - whoever deploys may run code here
+    return target, args, kwargs
+
+
 def import_named(import_path: str, app_dir: str) -> Any:
     """Import ``module:attribute``, with ``app_dir`` first on ``sys.path``; empty for none.
 
-    Raises `UserCodeUnusable`, and any exception of the import.
-
-    Only this function changes ``sys.path``. Its errors are the first thing that a new user reads.
+    Raises `UserCodeUnusable`, and any exception of the import. Its errors are the first thing that a new user reads.
     """
-    if app_dir:
-        if not Path(app_dir).is_dir():
-            where = f"looked for on the machine {os.uname().nodename}"
-            raise UserCodeUnusable(
-                f"app_dir {app_dir} is not a directory that the replica host can see ({where})"
-            )
-        if app_dir not in sys.path:
-            sys.path.insert(0, app_dir)
-            importlib.invalidate_caches()
+    add_to_path(app_dir)
     module_name, _, attribute = import_path.partition(":")
     found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):
@@ -203,6 +220,15 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
     return True
 
 
+async def _instance(kind: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An instance of ``kind``, whose constructor may be async, as in Ray Serve."""
+    if not inspect.iscoroutinefunction(kind.__init__):
+        return kind(*args, **kwargs)
+    instance = kind.__new__(kind, *args, **kwargs)
+    await kind.__init__(instance, *args, **kwargs)
+    return instance
+
+
 THREADS_MAX: Final = 100
 """Maximum threads of one replica for plain functions; further calls are queued."""
 ASGI_ATTRIBUTE: Final = "__muster_asgi__"
@@ -235,20 +261,31 @@ class UserCode:
 
     @classmethod
     async def construct(
-        cls, goal: ReplicaGoal, app_dir: str, on_constructed: Callable[[Any], None] | None = None
+        cls,
+        goal: ReplicaGoal,
+        app_dir: str,
+        on_constructed: Callable[[Any], None] | None = None,
+        read_code: Callable[[], bytes] = bytes,
     ) -> UserCode:
         """Import and construct, run an ASGI application's start-up, then reconfigure when there is a user_config.
 
-        ``on_constructed`` is called with the object as soon as its constructor has returned.
+        ``on_constructed`` is called with the object as soon as its constructor has returned. ``read_code`` returns the
+        goal's uploaded code, if it names any.
         Raises `UserCodeUnusable`, and any exception of the user's code.
         """
         config = goal.replica_config
-        named = import_named(config.import_path, app_dir)
+        init_args: Sequence[Any] = config.init_args
+        init_kwargs: Mapping[str, Any] = config.init_kwargs
+        if config.code:
+            add_to_path(app_dir)
+            named, init_args, init_kwargs = load_code(read_code(), config.code)
+        else:
+            named = import_named(config.import_path, app_dir)
         target = named
         if inspect.isclass(named):
             # On the loop's thread, as everything but plain handlers: it may create futures, sessions, tasks.
-            target = named(*config.init_args, **config.init_kwargs)
-        elif config.init_args or config.init_kwargs:
+            target = await _instance(named, init_args, init_kwargs)
+        elif init_args or init_kwargs:
             raise UserCodeUnusable(
                 f"{config.import_path} is not a class; it takes no init_args or init_kwargs"
             )

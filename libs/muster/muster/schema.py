@@ -1,0 +1,456 @@
+"""Schemas of configuration files, and the classes that `muster.status` returns, with the names and checks of
+``ray.serve.schema`` (Ray Serve 2.60)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+from muster.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    BackpressureConfig,
+    ControllerOptions,
+    DeploymentActorConfig,
+    GangSchedulingConfig,
+    ProxyLocation,
+    RequestRouterConfig,
+)
+
+_LOG_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class DEFAULT(Enum):
+    """The value of an option that was not set, as distinct from one that was set to None."""
+
+    VALUE = 1
+
+
+class EncodingType(str, Enum):
+    """How log lines are written."""
+
+    TEXT = "TEXT"
+    JSON = "JSON"
+
+
+class LoggingConfig(BaseModel):
+    """Logging of a deployment's replicas. Muster's log lines are JSON, collected by ``muster logs``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    encoding: str | EncodingType = Field(
+        default_factory=lambda: os.environ.get("RAY_SERVE_LOG_ENCODING", "TEXT"), validate_default=True
+    )
+    """Accepted for Ray Serve's sake; ``muster logs`` shows either form."""
+    log_level: int | str = "INFO"
+    """Lowest level that the loggers ``ray.serve`` and ``muster`` of replicas write."""
+    logs_dir: str | None = None
+    """Refused here unless None: log lines go to the host's output, and ``muster logs`` reads them."""
+    enable_access_log: bool = True
+    """Whether replicas log a line for each request."""
+    additional_log_standard_attrs: list[str] = Field(default_factory=list)
+    """Attributes of ``logging.LogRecord`` that each line has in addition."""
+
+    @field_validator("encoding")
+    @classmethod
+    def _is_an_encoding(cls, value: str | EncodingType) -> str | EncodingType:
+        if value not in list(EncodingType):
+            raise ValueError(f"Got '{value}' for encoding. Encoding must be one of {set(EncodingType)}.")
+        return value
+
+    @field_validator("log_level")
+    @classmethod
+    def _is_a_level(cls, value: int | str) -> str:
+        levels = logging.getLevelNamesMapping()
+        if isinstance(value, int):
+            name = logging.getLevelName(value)
+            if name not in levels:
+                raise ValueError(
+                    f'Got "{value}" for log_level. log_level must be one of {list(levels.values())}.'
+                )
+            return str(name)
+        if value not in levels:
+            raise ValueError(f'Got "{value}" for log_level. log_level must be one of {list(levels)}.')
+        return value
+
+    @field_validator("logs_dir")
+    @classmethod
+    def _no_directory(cls, value: str | None) -> None:
+        if value is not None:
+            raise ValueError("logs_dir is not supported: `muster logs` reads the lines of all replicas.")
+
+    @field_validator("additional_log_standard_attrs")
+    @classmethod
+    def _are_attributes(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name not in _LOG_ATTRIBUTES:
+                raise ValueError(
+                    f"Unknown attribute '{name}'. Additional log standard attributes must be one of "
+                    f"{set(_LOG_ATTRIBUTES)}."
+                )
+        return list(dict.fromkeys(value))
+
+
+class TracingConfig(BaseModel):
+    """Ray Serve's tracing options. Tracing is configured by OTEL_* variables of the services here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = False
+    """Whether spans are exported."""
+    exporter_import_path: str = ""
+    """Function that makes Ray Serve's exporters; refused here unless empty."""
+    sampling_ratio: float = Field(default=0.01, ge=0, le=1)
+    """Share of traces that are kept, 0 to 1."""
+
+
+class RayActorOptionsSchema(BaseModel):
+    """Resources and environment of each replica's actor."""
+
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment."""
+    num_cpus: float | None = Field(default=None, ge=0)
+    """CPUs of each replica."""
+    num_gpus: float | None = Field(default=None, ge=0)
+    """GPUs of each replica."""
+    memory: float | None = Field(default=None, ge=0)
+    """Bytes of memory of each replica."""
+    resources: dict[str, float] = {}
+    """Custom resources of each replica."""
+    accelerator_type: str | None = None
+    """Type of accelerator; refused here: ask for a custom resource that hosts declare."""
+    label_selector: dict[str, str] | None = None
+    """Labels of nodes; refused here, as ``accelerator_type``."""
+    fallback_strategy: list[dict[str, Any]] | None = None
+    """Options to fall back on; refused here, as ``accelerator_type``."""
+
+
+class DeploymentSchema(BaseModel):
+    """Options of one deployment of an application, which override those in its code."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    """Name of the deployment in the code."""
+    num_replicas: PositiveInt | str | DEFAULT | None = DEFAULT.VALUE
+    """Number of replicas, or ``auto``."""
+    max_ongoing_requests: PositiveInt | DEFAULT = DEFAULT.VALUE
+    """Requests that a replica works on at once."""
+    max_queued_requests: int | DEFAULT = DEFAULT.VALUE
+    """Requests that may wait in each router; -1 for any number."""
+    backpressure_config: BackpressureConfig | dict[str, Any] | DEFAULT = DEFAULT.VALUE
+    """HTTP response when too many wait."""
+    user_config: dict[str, Any] | DEFAULT | None = DEFAULT.VALUE
+    """Value that ``reconfigure`` gets."""
+    autoscaling_config: dict[str, Any] | AutoscalingConfig | DEFAULT | None = DEFAULT.VALUE
+    """How the number of replicas follows the load."""
+    graceful_shutdown_wait_loop_s: float | DEFAULT = DEFAULT.VALUE
+    """Least seconds that a replica drains."""
+    graceful_shutdown_timeout_s: float | DEFAULT = DEFAULT.VALUE
+    """Most seconds that a replica drains."""
+    health_check_period_s: float | DEFAULT = DEFAULT.VALUE
+    """Seconds between health checks."""
+    health_check_timeout_s: float | DEFAULT = DEFAULT.VALUE
+    """Seconds before a health check counts as failed."""
+    ray_actor_options: RayActorOptionsSchema | DEFAULT = DEFAULT.VALUE
+    """Resources and environment of each replica."""
+    placement_group_bundles: list[dict[str, float]] | DEFAULT | None = DEFAULT.VALUE
+    """Not supported."""
+    placement_group_strategy: str | DEFAULT | None = DEFAULT.VALUE
+    """Not supported."""
+    placement_group_bundle_label_selector: list[dict[str, str]] | DEFAULT | None = DEFAULT.VALUE
+    """Not supported."""
+    max_replicas_per_node: int | DEFAULT | None = DEFAULT.VALUE
+    """Most replicas on one host, 1 to 100."""
+    logging_config: LoggingConfig | DEFAULT | None = DEFAULT.VALUE
+    """Logging of the replicas."""
+    request_router_config: RequestRouterConfig | dict[str, Any] | DEFAULT = DEFAULT.VALUE
+    """How requests are routed to the replicas."""
+    gang_scheduling_config: GangSchedulingConfig | dict[str, Any] | DEFAULT | None = DEFAULT.VALUE
+    """Not supported."""
+    deployment_actors: list[DeploymentActorConfig | dict[str, Any]] | DEFAULT | None = DEFAULT.VALUE
+    """Not supported."""
+    rolling_update_percentage: float | DEFAULT = DEFAULT.VALUE
+    """Share of the replicas that an update replaces at a time."""
+    max_surge_percent: int | DEFAULT = DEFAULT.VALUE
+    """Extra replicas during an update, in %."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_number(cls, values: Any) -> Any:
+        number, autoscaling = values.get("num_replicas"), values.get("autoscaling_config")
+        if isinstance(number, int):
+            if autoscaling not in (None, DEFAULT.VALUE):
+                raise ValueError(
+                    "Manually setting num_replicas is not allowed when autoscaling_config is provided."
+                )
+        elif number not in ("auto", None, DEFAULT.VALUE):
+            raise ValueError(f'`num_replicas` must be an int or "auto", but got: {number}')
+        return values
+
+    @field_validator("max_queued_requests")
+    @classmethod
+    def _is_positive(cls, value: int | DEFAULT) -> int | DEFAULT:
+        if isinstance(value, int) and value < 1 and value != -1:
+            raise ValueError("max_queued_requests must be -1 (no limit) or a positive integer.")
+        return value
+
+    def options(self) -> dict[str, Any]:
+        """The options that are set, without the name, as `muster.Deployment.options` takes them."""
+        chosen = {name: getattr(self, name) for name in self.model_fields_set - {"name"}}
+        if isinstance(actor := chosen.get("ray_actor_options"), RayActorOptionsSchema):
+            chosen["ray_actor_options"] = actor.model_dump(exclude_unset=True)
+        return {name: value for name, value in chosen.items() if value is not DEFAULT.VALUE}
+
+    def is_autoscaling_configured(self) -> bool:
+        """True when the number of replicas follows the load."""
+        return self.num_replicas == "auto" or self.autoscaling_config not in (None, DEFAULT.VALUE)
+
+
+class ServeApplicationSchema(BaseModel):
+    """One application of a configuration file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = "default"
+    """Name of the application."""
+    route_prefix: str | None = "/"
+    """HTTP path prefix; None is headless."""
+    import_path: str
+    """``module:attribute`` or ``module.attribute`` of a bound application, or of a function that builds one."""
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment of all its replicas."""
+    host: str = "0.0.0.0"  # noqa: S104 - Ray Serve's default; not used
+    """Refused by Ray Serve within a file of several applications."""
+    port: int = 8000
+    """As ``host``."""
+    deployments: list[DeploymentSchema] = []
+    """Options that override those in the code."""
+    autoscaling_policy: dict[str, Any] | None = None
+    """Not supported."""
+    args: dict[str, Any] = {}
+    """Arguments of the function that builds the application."""
+    logging_config: LoggingConfig | None = None
+    """Logging of all its replicas."""
+    external_scaler_enabled: bool = False
+    """Says that ``muster scale`` is used from outside; no deployment may be autoscaled then."""
+
+    @property
+    def deployment_names(self) -> list[str]:
+        """Names of the deployments with overridden options."""
+        return [deployment.name for deployment in self.deployments]
+
+    @field_validator("autoscaling_policy", mode="before")
+    @classmethod
+    def _no_policy(cls, value: dict[str, Any] | AutoscalingPolicy | None) -> None:
+        if value is not None:
+            raise ValueError(
+                "autoscaling_policy of an application is not supported; set it in each deployment."
+            )
+
+    @field_validator("import_path")
+    @classmethod
+    def _is_an_import_path(cls, value: str) -> str:
+        separator = ":" if ":" in value else "."
+        if value.count(":") > 1:
+            raise ValueError(f'Got invalid import path "{value}". An import path may have at most one colon.')
+        if separator not in value:
+            raise ValueError(
+                f'Got invalid import path "{value}". An import path must contain at least one dot or colon '
+                'separating the module from the application, such as "module:app".'
+            )
+        if value.startswith(separator) or value.endswith(separator):
+            raise ValueError(
+                f'Got invalid import path "{value}". An import path may not start or end with "{separator}".'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _has_one_scaler(self) -> ServeApplicationSchema:
+        scaled = [f'"{one.name}"' for one in self.deployments if one.is_autoscaling_configured()]
+        if self.external_scaler_enabled and scaled:
+            raise ValueError(
+                "external_scaler_enabled is set to True, but the following deployment(s) have autoscaling "
+                f"configured: {', '.join(scaled)}."
+            )
+        return self
+
+
+class HTTPOptionsSchema(BaseModel):
+    """HTTP options in a configuration file."""
+
+    host: str = "0.0.0.0"  # noqa: S104 - Ray Serve's default; proxies listen where their service says
+    """Has no effect here: proxies listen where their service says."""
+    port: int = 8000
+    """As ``host``."""
+    root_path: str = ""
+    """Has no effect here; mount applications under a ``route_prefix``."""
+    request_timeout_s: float | None = None
+    """Seconds from a request to the beginning of its response; None leaves the stack's limit."""
+    keep_alive_timeout_s: int = 90
+    """Seconds that an idle connection stays open."""
+    ssl_keyfile: str | None = None
+    """Has no effect here: TLS ends in front of the proxies."""
+    ssl_certfile: str | None = None
+    """As ``ssl_keyfile``."""
+    ssl_keyfile_password: str | None = None
+    """As ``ssl_keyfile``."""
+    ssl_ca_certs: str | None = None
+    """As ``ssl_keyfile``."""
+
+
+class gRPCOptionsSchema(BaseModel):  # noqa: N801 - Ray Serve's name
+    """gRPC options in a configuration file; Muster has no gRPC ingress."""
+
+    port: int = 9000
+    """Port of the gRPC proxy."""
+    grpc_servicer_functions: list[str] = []
+    """Functions that add servicers."""
+    request_timeout_s: float | None = None
+    """Seconds from a request to its response."""
+    enable_reflection: bool = True
+    """Whether the gRPC server describes itself."""
+
+
+class ServeDeploySchema(BaseModel):
+    """A configuration file: all applications of a stack. What it leaves out is deleted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    proxy_location: ProxyLocation = ProxyLocation.EveryNode
+    """Has no effect here: proxies are services of the stack."""
+    http_options: HTTPOptionsSchema = HTTPOptionsSchema()
+    """HTTP options of all proxies."""
+    grpc_options: gRPCOptionsSchema = gRPCOptionsSchema()
+    """Not supported."""
+    controller_options: ControllerOptions | None = None
+    """Not supported."""
+    logging_config: LoggingConfig | None = None
+    """Logging of all applications that have no own."""
+    tracing_config: TracingConfig | None = None
+    """Has no effect here: services are configured by OTEL_* variables."""
+    applications: list[ServeApplicationSchema]
+    """The applications."""
+    target_capacity: float | None = None
+    """Not supported."""
+
+    @field_validator("applications")
+    @classmethod
+    def _are_different(cls, value: list[ServeApplicationSchema]) -> list[ServeApplicationSchema]:
+        names = [app.name for app in value]
+        routes = [app.route_prefix for app in value if app.route_prefix is not None]
+        if "" in names:
+            raise ValueError("Application names must be nonempty.")
+        if doubled := sorted({f'"{name}"' for name in names if names.count(name) > 1}):
+            raise ValueError(f"Found multiple configs for application {', '.join(doubled)}.")
+        if doubled := sorted({f'"{route}"' for route in routes if routes.count(route) > 1}):
+            raise ValueError(f"Found duplicate applications for route prefix {', '.join(doubled)}.")
+        for app in value:
+            if app.model_fields_set & {"host", "port"}:
+                raise ValueError(f"host and port of application `{app.name}` belong into http_options.")
+        return value
+
+
+class ProxyStatus(str, Enum):
+    """State of a proxy."""
+
+    STARTING = "STARTING"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    DRAINING = "DRAINING"
+    DRAINED = "DRAINED"
+
+
+class ApplicationStatus(str, Enum):
+    """State of an application."""
+
+    NOT_STARTED = "NOT_STARTED"
+    DEPLOYING = "DEPLOYING"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    RUNNING = "RUNNING"
+    UNHEALTHY = "UNHEALTHY"
+    DELETING = "DELETING"
+
+
+class DeploymentStatus(str, Enum):
+    """State of a deployment."""
+
+    UPDATING = "UPDATING"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    UPSCALING = "UPSCALING"
+    DOWNSCALING = "DOWNSCALING"
+
+
+class DeploymentStatusTrigger(str, Enum):
+    """What brought a deployment into its state."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    CONFIG_UPDATE_STARTED = "CONFIG_UPDATE_STARTED"
+    CONFIG_UPDATE_COMPLETED = "CONFIG_UPDATE_COMPLETED"
+    UPSCALE_COMPLETED = "UPSCALE_COMPLETED"
+    DOWNSCALE_COMPLETED = "DOWNSCALE_COMPLETED"
+    AUTOSCALING = "AUTOSCALING"
+    REPLICA_STARTUP_FAILED = "REPLICA_STARTUP_FAILED"
+    DEPLOYMENT_ACTOR_FAILED = "DEPLOYMENT_ACTOR_FAILED"
+    HEALTH_CHECK_FAILED = "HEALTH_CHECK_FAILED"
+    INTERNAL_ERROR = "INTERNAL_ERROR"
+    DELETING = "DELETING"
+
+
+class ReplicaState(str, Enum):
+    """State of a replica."""
+
+    STARTING = "STARTING"
+    UPDATING = "UPDATING"
+    RECOVERING = "RECOVERING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+    PENDING_MIGRATION = "PENDING_MIGRATION"
+
+
+@dataclass
+class DeploymentStatusOverview:
+    """State of one deployment."""
+
+    status: DeploymentStatus
+    """Its state."""
+    status_trigger: DeploymentStatusTrigger
+    """What brought it there."""
+    replica_states: dict[ReplicaState, int]
+    """Number of its replicas by state."""
+    message: str
+    """Details, for people."""
+
+
+@dataclass
+class ApplicationStatusOverview:
+    """State of one application."""
+
+    status: ApplicationStatus
+    """Its state."""
+    message: str
+    """Details, for people."""
+    last_deployed_time_s: float
+    """When it was last deployed, in seconds since 1970."""
+    deployments: dict[str, DeploymentStatusOverview]
+    """Its deployments by name."""
+
+
+@dataclass(eq=True)
+class ServeStatus:
+    """State of everything that is served."""
+
+    proxies: dict[str, ProxyStatus] = field(default_factory=dict)
+    """Proxies by id."""
+    applications: dict[str, ApplicationStatusOverview] = field(default_factory=dict)
+    """Applications by name."""
+    target_capacity: float | None = None
+    """Always None."""

@@ -1,0 +1,219 @@
+"""Code as bytes: pickles of a class or function with its arguments, the same for the same code in every process.
+
+Why not cloudpickle's own bytes: they differ between processes (random ids of classes, the order of sets, strings that
+happen to be one object), and the digest of the bytes decides whether replicas are replaced. So this pickler is the
+standard library's in Python, with cloudpickle's reducers, in an order of its own. What an installed module defines is
+still pickled by its name; what ``__main__``, a notebook or a test defines, by value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import struct
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
+from cloudpickle import cloudpickle as reducers
+
+from serve_common.errors import BadField
+from serve_common.protocol.code import check_size, code_header
+
+_ATOMS: Final = frozenset({str, bytes, int, float, complex, bool, type(None)})
+_DEPTH_MAX: Final = 12
+
+
+class CodeUnpicklable(BadField):
+    """The code or its arguments cannot be pickled; the field is the path to what cannot."""
+
+    error_code = "code_unpicklable"
+
+
+_Pickler: Any = pickle._Pickler  # noqa: SLF001 - the documented one is in C, and orders nothing
+_Reducers: Any = cloudpickle.Pickler
+
+
+@final
+class CodePickler(_Pickler):  # type: ignore[misc]  # as above
+    """Pickles code canonically."""
+
+    dispatch_table = _Reducers.dispatch_table
+    dispatch: dict[type[Any], Any] = dict(_Pickler.dispatch)  # noqa: RUF012 - the base's attribute
+    _function_reduce = _Reducers._function_reduce  # noqa: SLF001 - cloudpickle has no other way in
+    _function_getnewargs = _Reducers._function_getnewargs  # noqa: SLF001 - as above
+
+    def __init__(self, file: io.BytesIO, replace: Callable[[Any], Any] | None = None) -> None:
+        """``replace`` returns what is pickled in place of an object, or the object itself."""
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.globals_ref: dict[int, dict[str, Any]] = {}
+        self._replace = replace
+
+    def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
+        reduced = _Reducers._dynamic_function_reduce(self, function)  # noqa: SLF001 - as above
+        make, arguments, (state, slots), *others = reduced
+        slots["_cloudpickle_submodules"].sort(
+            key=lambda module: module.__name__
+        )  # in the order of imports else
+        return (make, arguments, (state, slots), *others)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Cloudpickle's reducers for functions and classes; ids of classes follow from their content."""
+        if self._replace is not None:
+            instead = self._replace(value)
+            if instead is not value:
+                return instead.__reduce__()
+        if isinstance(value, type):
+            reduced = reducers._class_reduce(value)  # noqa: SLF001 - as above
+            if reduced is NotImplemented or reduced[0] not in _SKELETONS:
+                return reduced
+            make, arguments, (state, slots), *others = reduced
+            arguments = list(arguments)
+            arguments[_SKELETONS[make]] = None if value in _tracking else _track(value)
+            if "__dataclass_fields__" in state and (state.get("__doc__") or "").startswith(
+                f"{value.__name__}("
+            ):
+                state = {**state, "__doc__": None}  # generated, with the representation of sets
+            return (make, tuple(arguments), (state, slots), *others)
+        if isinstance(value, types.FunctionType):
+            return self._function_reduce(value)
+        return NotImplemented
+
+    def _save_str(self, value: str) -> None:
+        encoded = value.encode("utf-8", "surrogatepass")
+        length = len(encoded)
+        if length <= 0xFF:
+            self.write(pickle.SHORT_BINUNICODE + struct.pack("<B", length) + encoded)
+        elif length > 0xFFFFFFFF:
+            self._write_large_bytes(pickle.BINUNICODE8 + struct.pack("<Q", length), encoded)
+        else:
+            self._write_large_bytes(pickle.BINUNICODE + struct.pack("<I", length), encoded)
+
+    def _save_bytes(self, value: bytes) -> None:
+        length = len(value)
+        if length <= 0xFF:
+            self.write(pickle.SHORT_BINBYTES + struct.pack("<B", length) + value)
+        elif length > 0xFFFFFFFF:
+            self._write_large_bytes(pickle.BINBYTES8 + struct.pack("<Q", length), value)
+        else:
+            self._write_large_bytes(pickle.BINBYTES + struct.pack("<I", length), value)
+
+    def _save_tuple(self, value: tuple[Any, ...]) -> None:
+        if value and all(type(item) in _ATOMS for item in value):
+            # A constant, which the compiler may have made one object with an equal one, or not.
+            self.write(pickle.MARK)
+            for item in value:
+                self.save(item)
+            self.write(pickle.TUPLE)
+        else:
+            self.save_tuple(value)
+
+    def _save_set(self, value: set[Any]) -> None:
+        self.write(pickle.EMPTY_SET)
+        self.memoize(value)
+        self.write(pickle.MARK)
+        for item in _ordered(value):
+            self.save(item)
+        self.write(pickle.ADDITEMS)
+
+    def _save_frozenset(self, value: frozenset[Any]) -> None:
+        self.save_reduce(frozenset, (_ordered(value),), obj=value)
+
+    def _write_large_bytes(self, head: bytes, payload: bytes) -> None:
+        self.framer.write_large_bytes(head, payload) if len(payload) >= _FRAME else self.write(head + payload)
+
+    dispatch.update({str: _save_str, bytes: _save_bytes, tuple: _save_tuple})
+    dispatch.update({set: _save_set, frozenset: _save_frozenset})
+
+
+_FRAME: Final = 64 * 1024
+_SKELETONS: Final = {
+    reducers._make_skeleton_class: 4,  # noqa: SLF001 - as above
+    reducers._make_skeleton_enum: 5,  # noqa: SLF001 - as above
+}
+"""Reconstructors of dynamic classes, and the place of the class' id among their arguments."""
+_tracking: Final[set[type[Any]]] = set()
+"""Classes whose ids are being made."""
+
+
+def _track(kind: type[Any]) -> str:
+    """The id of a dynamic class, by which cloudpickle finds it again in a process that has it: it follows from its
+    content, so instances that arrive from another process are of the class that the replica's code has."""
+    _tracking.add(kind)
+    try:
+        identity = hashlib.sha256(_dump(kind, None)).hexdigest()
+    finally:
+        _tracking.discard(kind)
+    with reducers._DYNAMIC_CLASS_TRACKER_LOCK:  # noqa: SLF001 - as above
+        reducers._DYNAMIC_CLASS_TRACKER_BY_CLASS[kind] = identity  # noqa: SLF001 - as above
+        reducers._DYNAMIC_CLASS_TRACKER_BY_ID[identity] = kind  # noqa: SLF001 - as above
+    return identity
+
+
+def _ordered(items: Any) -> list[Any]:
+    return sorted(items, key=lambda item: _dump(item, None))
+
+
+def _dump(value: Any, replace: Callable[[Any], Any] | None) -> bytes:
+    with io.BytesIO() as file:
+        CodePickler(file, replace).dump(value)
+        return file.getvalue()
+
+
+def dump_code(
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    replace: Callable[[Any], Any] | None = None,
+) -> bytes:
+    """Code that a replica makes the target and its arguments of again; equal bytes for equal code.
+
+    ``name`` of the deployment is for errors. Raises `CodeUnpicklable`, and `LimitReached` when it is too large.
+    """
+    content = (target, args, dict(kwargs))
+    try:
+        data = code_header(cloudpickle.__version__) + _dump(content, replace)
+    except Exception as error:  # pickling runs the objects' own code
+        path, reason = _find_culprit(
+            {"code": target, "args": args, "kwargs": dict(kwargs)}, name, replace, error
+        )
+        raise CodeUnpicklable(path, f"cannot be pickled: {reason}") from error
+    check_size(len(data), name)
+    return data
+
+
+def _find_culprit(
+    value: Any, path: str, replace: Callable[[Any], Any] | None, error: Exception, depth: int = 0
+) -> tuple[str, str]:
+    """The path to the innermost value that cannot be pickled, and the reason."""
+    if depth < _DEPTH_MAX:
+        for name, inner in _parts(value):
+            try:
+                _dump(inner, replace)
+            except Exception as inner_error:  # noqa: BLE001 - as in `dump_code`
+                return _find_culprit(inner, f"{path}{name}", replace, inner_error, depth + 1)
+    return path, f"{type(error).__name__}: {error}"
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """What a value holds, by how one would write it."""
+    if isinstance(value, dict):
+        return [(f"[{key!r}]" if isinstance(key, str) else "[…]", inner) for key, inner in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [(f"[{at}]", inner) for at, inner in enumerate(value)]
+    if isinstance(value, types.FunctionType):
+        names = reducers._extract_code_globals(value.__code__)  # noqa: SLF001 - as above
+        known = [(f": global {name}", value.__globals__[name]) for name in names if name in value.__globals__]
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        return known + [(f": variable {name}", cell.cell_contents) for name, cell in cells]
+    if isinstance(value, type):
+        return [
+            (f".{name}", inner)
+            for name, inner in vars(value).items()
+            if callable(inner) or not name.startswith("__")
+        ]
+    return [(f".{name}", inner) for name, inner in getattr(value, "__dict__", {}).items()]

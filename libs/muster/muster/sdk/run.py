@@ -1,0 +1,409 @@
+"""``serve.run`` and its relatives: deploys applications on the stack that is found, or on one within this process.
+
+Every function blocks, may be called on any thread and within a running event loop, and any number of times: what talks
+to the stack runs on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+
+from muster.cli.session import StackChoice, find_stack
+from muster.client.admin import Stack, connect_stack
+from muster.config import ControllerOptions, HTTPOptions, ProxyLocation, gRPCOptions, normalize_location
+from muster.handles import disconnect
+from muster.handles.handle import DeploymentHandle
+from muster.library_logs import use_library_logs
+from muster.schema import LoggingConfig, ServeStatus, TracingConfig
+from muster.sdk.build import BuiltApplication, build_app
+from muster.sdk.deployments import Application, check_targets
+from muster.sdk.local import run_locally
+from muster.sdk.translate import deploy_command, view_status
+from serve_common.api.commands import DeleteApplication, SetHttpOptions, Shutdown, UploadCode
+from serve_common.api.queries import GetAllApplications
+from serve_common.api.views import GoalStatus, GoalView
+from serve_common.errors import BadField, BusUnavailable, NotFound, PermanentError, ServeError
+from serve_common.names import DEFAULT_APPLICATION, GoalId, check_name, check_route
+from serve_common.protocol.code import split
+from serve_common.runtime.request_context import current_replica
+from serve_common.runtime.threads import LoopThread
+
+_log: Final = logging.getLogger("ray.serve")
+
+DEPLOY_TIMEOUT_S: Final = 24 * 3600.0
+"""Seconds that `run` waits for an application; its own limits (failed starts, time to start) end it long before."""
+UPLOAD_ATTEMPT_S: Final = 30.0
+_CLOSE_TIMEOUT_S: Final = 10.0
+_STOP_TIMEOUT_S: Final = 60.0
+
+Result = TypeVar("Result")
+
+
+class DeployFailed(PermanentError, RuntimeError):
+    """An application could not be deployed; the message has the user's traceback. What served before serves on."""
+
+    error_code = "deploy_failed"
+
+
+@dataclass(frozen=True)
+class RunTarget:
+    """An application to run, for `run_many`."""
+
+    target: Application
+    name: str = DEFAULT_APPLICATION
+    route_prefix: str | None = "/"
+    logging_config: dict[str, Any] | LoggingConfig | None = None
+    external_scaler_enabled: bool = False
+
+
+@final
+class _Embedded:
+    """A stack within this process, from `start` to the process' end or `stop`."""
+
+    def __init__(self, http: HTTPOptions) -> None:
+        try:
+            # Only here: the servers need not be installed where a stack is found.
+            from muster.embedded.options import StackOptions  # noqa: PLC0415 - as above
+            from muster.embedded.stack import EmbeddedStack  # noqa: PLC0415 - as above
+        except ImportError as error:
+            raise BusUnavailable(
+                f"no stack was found, and none can be started here ({error}): install muster[embedded], start one "
+                "with 'muster up' or compose, or say where one is with MUSTER_NATS_URL"
+            ) from error
+        self._directory = Path(tempfile.mkdtemp(prefix="muster-"))
+        options = StackOptions(http_host=http.host or "127.0.0.1", http_port=http.port)
+        self._stack = EmbeddedStack(self._directory, options)
+        self._former = os.environ.get("MUSTER_STATE_DIR")
+
+    async def start(self) -> None:
+        await self._stack.start()
+        os.environ["MUSTER_STATE_DIR"] = str(self._directory)  # for handles, and for commands of this process
+        sys.stderr.write(
+            f"Muster runs within this process, at {self._stack.record.http_url}; it ends with it. For the command "
+            f"line: MUSTER_STATE_DIR={self._directory}\n"
+        )
+
+    async def stop(self) -> None:
+        await self._stack.stop()
+        if self._former is None:
+            os.environ.pop("MUSTER_STATE_DIR", None)
+        else:
+            os.environ["MUSTER_STATE_DIR"] = self._former
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+
+@final
+class _Client:
+    """This process' connection to the admin API of one stack."""
+
+    def __init__(self) -> None:
+        """Raises `PermanentError` in a replica."""
+        if current_replica() is not None:
+            raise PermanentError(
+                "a replica may not deploy, delete or ask for the status: NATS does not let it; do so from outside"
+            )
+        use_library_logs()
+        self._thread = LoopThread("muster-sdk")
+        self._exits = AsyncExitStack()
+        self._stack: Stack | None = None
+        self._embedded: _Embedded | None = None
+        self._opening: asyncio.Lock | None = None
+
+    def call(self, work: Callable[[Stack], Awaitable[Result]], http: HTTPOptions | None = None) -> Result:
+        """Do ``work`` on the client's thread; finds or starts a stack before the first."""
+
+        async def run() -> Result:
+            return await work(await self._open(http))
+
+        future = self._thread.submit(run())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # of Ctrl-C, which is not the work's own
+            raise
+
+    @property
+    def is_embedded(self) -> bool:
+        """True when the stack belongs to this process."""
+        return self._embedded is not None
+
+    async def _open(self, http: HTTPOptions | None) -> Stack:
+        self._opening = self._opening or asyncio.Lock()
+        async with self._opening:
+            if self._stack is None:
+                try:
+                    address = find_stack(StackChoice(), os.environ, Path.cwd())
+                except BusUnavailable:
+                    embedded = _Embedded(http or HTTPOptions())
+                    await embedded.start()
+                    self._embedded = embedded
+                    self._exits.push_async_callback(embedded.stop)
+                    address = find_stack(StackChoice(), os.environ, Path.cwd())
+                self._stack = await self._exits.enter_async_context(connect_stack(address))
+            return self._stack
+
+    def close(self) -> None:
+        """Disconnect, and stop a stack of this process."""
+        if self._thread.loop.is_closed():
+            return
+        self._thread.submit(self._exits.aclose()).result(_STOP_TIMEOUT_S)
+        self._thread.stop(_CLOSE_TIMEOUT_S)
+
+
+_lock = threading.Lock()
+_client: _Client | None = None
+
+
+def _get_client() -> _Client:
+    global _client  # noqa: PLW0603 - one for the process
+    with _lock:
+        if _client is None:
+            _client = _Client()
+        return _client
+
+
+def _close_client() -> None:
+    global _client
+    with _lock:
+        client, _client = _client, None
+    if client is not None:
+        disconnect()
+        client.close()
+
+
+def _reset_after_fork() -> None:
+    """Forget the client in a forked child: its thread does not exist there, and its stack is the parent's."""
+    global _client, _lock  # noqa: PLW0603 - as above
+    _client = None
+    _lock = threading.Lock()
+
+
+atexit.register(_close_client)
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+def run(  # noqa: PLR0917 - Ray Serve's signature
+    target: Application,
+    blocking: bool = False,  # noqa: FBT001, FBT002 - Ray Serve's signature
+    name: str = DEFAULT_APPLICATION,
+    route_prefix: str | None = "/",
+    logging_config: dict[str, Any] | LoggingConfig | None = None,
+    _local_testing_mode: bool = False,  # noqa: FBT001, FBT002 - as above
+    external_scaler_enabled: bool = False,  # noqa: FBT001, FBT002 - as above
+    controller_options: dict[str, Any] | ControllerOptions | None = None,
+) -> DeploymentHandle:
+    """Deploy an application, wait until it serves, and return the handle of its ingress.
+
+    The stack is the one that the command line would find; where there is none, one is started within this process and
+    ends with it. With ``blocking`` it returns at Ctrl-C only. The same application again changes nothing.
+
+    Raises `DeployFailed` with the traceback of the user's code; then the former version serves on. Raises
+    `CodeUnpicklable` for what cannot be pickled, and other `RayServeException`.
+    """
+    run_target = RunTarget(target, name, route_prefix, logging_config, external_scaler_enabled)
+    [handle] = run_many(
+        [run_target],
+        blocking=blocking,
+        _local_testing_mode=_local_testing_mode,
+        controller_options=controller_options,
+    )
+    return handle
+
+
+def run_many(
+    targets: Sequence[RunTarget],
+    blocking: bool = False,  # noqa: FBT001, FBT002 - Ray Serve's signature
+    wait_for_ingress_deployment_creation: bool = True,  # noqa: ARG001, FBT001, FBT002 - recorded is created here
+    wait_for_applications_running: bool = True,  # noqa: FBT001, FBT002 - as above
+    _local_testing_mode: bool = False,  # noqa: FBT001, FBT002 - as above
+    controller_options: dict[str, Any] | ControllerOptions | None = None,
+) -> list[DeploymentHandle]:
+    """Deploy several applications; returns the handles of their ingresses, in the same order. As `run` otherwise."""
+    if not targets:
+        raise ValueError("No applications provided.")
+    check_targets([each.target for each in targets])
+    _check_controller_options(controller_options)
+    for each in targets:
+        if not each.name:
+            raise ServeError("Application name must a non-empty string.")
+        check_name(each.name, "name")
+        if each.route_prefix is not None:
+            _check_route_prefix(each.route_prefix)
+    if _local_testing_mode or os.environ.get("RAY_SERVE_FORCE_LOCAL_TESTING_MODE") == "1":
+        return [run_locally(each.target, each.name) for each in targets]
+    apps = [build_app(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets]
+
+    async def deploy_all(stack: Stack) -> None:
+        goals = [await _deploy(stack, app, each) for app, each in zip(apps, targets, strict=True)]
+        if wait_for_applications_running:
+            for app, goal in zip(apps, goals, strict=True):
+                await _wait(stack, goal, f"Deploying application '{app.name}' failed")
+
+    _get_client().call(deploy_all)
+    if blocking:
+        _wait_for_interrupt()
+    return [DeploymentHandle(app.ingress, app.name) for app in apps]
+
+
+async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> GoalId | None:
+    for deployment in app.deployments:
+        await _upload(stack, deployment.digest, deployment.code)
+    command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
+    return (await stack.admin.call(command)).goal_id
+
+
+async def _upload(stack: Stack, digest: str, code: bytes) -> None:
+    pages = split(code)
+    while not (await stack.admin.call(UploadCode(digest=digest))).is_stored:
+        try:
+            for number, data in enumerate(pages):
+                page = UploadCode(digest=digest, page=number, pages=len(pages), data=data)
+                if (await stack.admin.call(page, attempt_s=UPLOAD_ATTEMPT_S)).is_stored:
+                    return
+        except BadField as error:
+            if error.field != "page":
+                raise
+            _log.info("the leader changed during an upload, which starts over")
+
+
+async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:
+    if goal_id is None:
+        return
+    try:
+        goal: GoalView = await stack.admin.wait_for_goal(goal_id, deadline_s=DEPLOY_TIMEOUT_S)
+    except NotFound:
+        return  # it ended so long ago that it was forgotten
+    if goal.status is not GoalStatus.SUCCEEDED:
+        raise DeployFailed(f"{failure}: {goal.error or goal.message or goal.status.value}")
+
+
+def _wait_for_interrupt() -> None:
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        _log.warning("Got KeyboardInterrupt, exiting...")
+        raise
+
+
+def start(  # noqa: PLR0917 - Ray Serve's signature
+    proxy_location: str | ProxyLocation | None = None,
+    http_options: dict[str, Any] | HTTPOptions | None = None,
+    grpc_options: dict[str, Any] | gRPCOptions | None = None,
+    logging_config: dict[str, Any] | LoggingConfig | None = None,
+    tracing_config: dict[str, Any] | TracingConfig | None = None,
+    controller_options: dict[str, Any] | ControllerOptions | None = None,
+    **kwargs: Any,
+) -> None:
+    """Connect to the stack that is found, or start one within this process, with these HTTP options.
+
+    Of a running stack, ``request_timeout_s`` and ``keep_alive_timeout_s`` are set; where its proxies listen is its own
+    affair. Raises TypeError for unknown options, ValueError for what Muster does not have.
+    """
+    for name in kwargs:
+        if name != "detached":
+            raise TypeError(f"start() got an unexpected keyword argument {name!r}")
+    normalize_location(proxy_location)
+    http = HTTPOptions(**http_options) if isinstance(http_options, dict) else http_options
+    if isinstance(grpc_options, dict):
+        gRPCOptions(**grpc_options)
+    if isinstance(logging_config, dict):
+        LoggingConfig(**logging_config)
+    if isinstance(tracing_config, dict):
+        TracingConfig(**tracing_config)
+    _check_controller_options(controller_options)
+    changes: dict[str, Any] = {}
+    if http is not None and http.request_timeout_s is not None:
+        changes["request_timeout_s"] = http.request_timeout_s
+    if http is not None and "keep_alive_timeout_s" in http.model_fields_set:
+        changes["keep_alive_timeout_s"] = float(http.keep_alive_timeout_s)
+
+    async def apply(stack: Stack) -> None:
+        if changes:
+            await stack.admin.call(SetHttpOptions(options=changes))
+
+    client = _get_client()
+    client.call(apply, http)
+    if not client.is_embedded and http is not None and http.model_fields_set & {"host", "port"}:
+        _log.warning("The stack runs already: host and port of http_options are those of its proxies.")
+
+
+def delete(name: str, _blocking: bool = True) -> None:  # noqa: FBT001, FBT002 - Ray Serve's signature
+    """Delete an application; an unknown name succeeds. Waits until it is gone, unless ``_blocking`` is false."""
+    check_name(name, "name")
+
+    async def work(stack: Stack) -> None:
+        goal = (await stack.admin.call(DeleteApplication(name=name))).goal_id
+        if _blocking:
+            await _wait(stack, goal, f"Deleting application '{name}' failed")
+
+    _get_client().call(work)
+
+
+def shutdown() -> None:
+    """Delete everything that is served. A stack within this process ends too; any other goes on, empty."""
+    if current_replica() is None and _client is None and not _finds_stack():
+        _log.info("Nothing to shut down. There's no Serve application running.")
+        return
+
+    async def work(stack: Stack) -> None:
+        for goal in (await stack.admin.call(Shutdown(confirm="everything"))).goal_ids:
+            await _wait(stack, goal, "Shutting down failed")
+
+    client = _get_client()
+    if not client.is_embedded:
+        client.call(work)
+    _close_client()
+
+
+async def shutdown_async() -> None:
+    """`shutdown`, for event loops."""
+    await asyncio.to_thread(shutdown)
+
+
+def status() -> ServeStatus:
+    """The state of all applications and proxies; empty where there is no stack."""
+    if current_replica() is None and _client is None and not _finds_stack():
+        return ServeStatus()
+
+    async def work(stack: Stack) -> ServeStatus:
+        applications = await stack.admin.call(GetAllApplications())
+        return view_status(await stack.admin.fetch_status(), applications)
+
+    return _get_client().call(work)
+
+
+def _finds_stack() -> bool:
+    try:
+        find_stack(StackChoice(), os.environ, Path.cwd())
+    except BusUnavailable:
+        return False
+    return True
+
+
+def _check_route_prefix(route_prefix: str) -> None:
+    if not route_prefix.startswith("/"):
+        raise ValueError(f"Invalid route_prefix '{route_prefix}', must start with a forward slash ('/').")
+    if route_prefix != "/" and route_prefix.endswith("/"):
+        raise ValueError(f"Invalid route_prefix '{route_prefix}', may not end with a trailing '/'.")
+    if "{" in route_prefix or "}" in route_prefix:
+        raise ValueError(f"Invalid route_prefix '{route_prefix}', may not contain wildcards.")
+    check_route(route_prefix, "route_prefix")
+
+
+def _check_controller_options(options: dict[str, Any] | ControllerOptions | None) -> None:
+    if isinstance(options, dict):
+        ControllerOptions(**options)

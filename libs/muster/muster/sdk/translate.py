@@ -1,0 +1,221 @@
+"""Between Ray Serve's words and Muster's: options to configurations, views to states."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from muster.config import AutoscalingConfig as ServeAutoscaling
+from muster.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    LoggingConfig,
+    ProxyStatus,
+    ReplicaState,
+    ServeStatus,
+)
+from muster.sdk.build import BuiltApplication, BuiltDeployment
+from serve_common.api.commands import DeployApplication, DeploymentSpec
+from serve_common.api.views import ApplicationView, DeploymentView, GoalStatus, StatusView
+from serve_common.api.views import DeploymentStatus as Health
+from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingPolicy
+from serve_common.config.backend import (
+    BackendConfig,
+    BackpressureConfig,
+    RayActorOptions,
+    ReplicaConfig,
+    ReplicaPolicyName,
+)
+from serve_common.errors import BadField
+
+_log: Final = logging.getLogger("ray.serve")
+
+_VERSION_LENGTH: Final = 16
+
+
+def deploy_command(
+    app: BuiltApplication, logging_config: dict[str, Any] | LoggingConfig | None, *, external_scaler: bool
+) -> DeployApplication:
+    """The command that deploys ``app``; its code must be uploaded before. Raises `BadField`."""
+    if logging_config is not None:
+        _log.warning("%s: logging_config has no effect in Muster yet.", app.name)
+    if external_scaler:
+        for each in app.deployments:
+            if each.deployment.deployment_options.autoscaling_config is not None:
+                raise BadField(
+                    f"{each.name}.autoscaling_config", "is not possible with external_scaler_enabled"
+                )
+    return DeployApplication(
+        name=app.name,
+        deployments=[_deployment_spec(each) for each in app.deployments],
+        ingress=app.ingress,
+        route_prefix=app.route_prefix,
+    )
+
+
+_NOT_APPLIED: Final = frozenset(
+    {
+        "graceful_shutdown_wait_loop_s",
+        "logging_config",
+        "rolling_update_percentage",
+    }
+)
+"""Options that are checked and have no effect yet."""
+
+
+def _deployment_spec(built: BuiltDeployment) -> DeploymentSpec:
+    for name in sorted(built.deployment.chosen_options & _NOT_APPLIED):
+        _log.warning("%s: %s has no effect in Muster yet.", built.name, name)
+    config = ReplicaConfig(
+        import_path=_import_path(built.deployment.func_or_class),
+        code=built.digest,
+        ray_actor_options=_actor_options(built),
+    )
+    # Equal code with equal resources is an equal version: deploying it again replaces no replica.
+    version = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:_VERSION_LENGTH]
+    return DeploymentSpec(
+        name=built.name, replica_config=config, backend_config=_backend_config(built), version=version
+    )
+
+
+def _import_path(target: Any) -> str:
+    """Names the code for people; nothing is imported by it."""
+    module = getattr(target, "__module__", None) or "__main__"
+    name = getattr(target, "__qualname__", type(target).__qualname__).rpartition("<locals>.")[2]
+    attribute = name if name.replace(".", "_").isidentifier() else "function"
+    return f"{module}:{attribute}"
+
+
+def _actor_options(built: BuiltDeployment) -> RayActorOptions:
+    options = built.deployment.ray_actor_options
+    return RayActorOptions(
+        num_cpus=float(options["num_cpus"]),
+        num_gpus=float(options.get("num_gpus", 0)),
+        memory=float(options.get("memory", 0)),
+        resources={name: float(amount) for name, amount in options.get("resources", {}).items()},
+        runtime_env=options.get("runtime_env", {}),
+    )
+
+
+def _backend_config(built: BuiltDeployment) -> BackendConfig:
+    options = built.deployment.deployment_options
+    autoscaling = options.autoscaling_config
+    config = BackendConfig(
+        num_replicas=options.num_replicas or 1,
+        autoscaling_config=None if autoscaling is None else _autoscaling(autoscaling),
+        max_concurrent_queries=options.max_ongoing_requests,
+        max_queued_requests=options.max_queued_requests,
+        user_config=options.user_config,
+        graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
+        health_check_period_s=options.health_check_period_s,
+        health_check_timeout_s=options.health_check_timeout_s,
+        max_constructor_retry_count=options.max_constructor_retry_count,
+        max_replicas_per_host=built.deployment.max_replicas_per_node,
+        backpressure_config=BackpressureConfig(
+            status_code=options.backpressure_config.status_code,
+            retry_after_s=options.backpressure_config.retry_after_s,
+        ),
+        replica_policy=ReplicaPolicyName(options.request_router_config.get_replica_policy()),
+    )
+    if "max_surge_percent" in built.deployment.chosen_options:
+        config = msgspec.structs.replace(config, max_surge_percent=float(options.max_surge_percent))
+    return config
+
+
+def _autoscaling(config: ServeAutoscaling) -> AutoscalingConfig:
+    policy = AutoscalingPolicy()
+    if not config.policy.is_default_policy_function():
+        function = config.policy.policy_function
+        path = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        policy = AutoscalingPolicy(policy_function=path, policy_kwargs=config.policy.policy_kwargs)
+    aggregation = ServeAutoscaling.model_fields["aggregation_function"].default
+    return AutoscalingConfig(
+        min_replicas=config.min_replicas,
+        initial_replicas=config.initial_replicas,
+        max_replicas=config.max_replicas,
+        target_ongoing_requests=config.target_ongoing_requests or 2.0,
+        metrics_interval_s=max(1.0, config.metrics_interval_s),
+        look_back_period_s=max(1.0, config.look_back_period_s),
+        upscaling_factor=config.get_upscaling_factor(),
+        downscaling_factor=config.get_downscaling_factor(),
+        upscale_delay_s=config.upscale_delay_s,
+        downscale_delay_s=config.downscale_delay_s,
+        downscale_to_zero_delay_s=config.downscale_to_zero_delay_s,
+        aggregation_function=type(aggregation)(config.aggregation_function),
+        policy=policy,
+    )
+
+
+_REPLICA_STATES: Final = {
+    "should_start": ReplicaState.STARTING,
+    "starting": ReplicaState.STARTING,
+    "running": ReplicaState.RUNNING,
+    "updating": ReplicaState.UPDATING,
+    "unhealthy": ReplicaState.RUNNING,
+    "should_stop": ReplicaState.STOPPING,
+    "stopping": ReplicaState.STOPPING,
+}
+
+
+def view_status(status: StatusView, applications: Sequence[ApplicationView]) -> ServeStatus:
+    """The state of everything, in Ray Serve's classes."""
+    deployments = {each.name: each for each in status.deployments}
+    return ServeStatus(
+        proxies={proxy.proxy_id: ProxyStatus.HEALTHY for proxy in status.proxies},
+        applications={app.name: _application(app, deployments) for app in applications},
+    )
+
+
+def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -> ApplicationStatusOverview:
+    parts = [deployments[name] for name in app.deployments if name in deployments]
+    return ApplicationStatusOverview(
+        status=_application_status(app),
+        message=app.message,
+        last_deployed_time_s=max((part.started_at for part in parts), default=0.0),
+        deployments={part.name.partition("/")[2]: _deployment(part) for part in parts},
+    )
+
+
+def _application_status(app: ApplicationView) -> ApplicationStatus:
+    if app.status in (Health.DELETING, Health.DELETED):
+        return ApplicationStatus.DELETING
+    if app.goal_status is GoalStatus.PENDING:
+        return ApplicationStatus.DEPLOYING
+    if app.goal_status is GoalStatus.FAILED:
+        return ApplicationStatus.DEPLOY_FAILED
+    if app.status is Health.UNHEALTHY:
+        return ApplicationStatus.UNHEALTHY
+    return ApplicationStatus.RUNNING
+
+
+def _deployment(view: DeploymentView) -> DeploymentStatusOverview:
+    state, trigger = _deployment_status(view)
+    states = Counter(_REPLICA_STATES.get(replica.state, ReplicaState.STARTING) for replica in view.replicas)
+    return DeploymentStatusOverview(
+        status=state, status_trigger=trigger, replica_states=dict(states), message=view.message
+    )
+
+
+def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, DeploymentStatusTrigger]:
+    trigger = DeploymentStatusTrigger
+    if view.status in (Health.DELETING, Health.DELETED):
+        return DeploymentStatus.UPDATING, trigger.DELETING
+    if view.goal_status is GoalStatus.FAILED:
+        return DeploymentStatus.DEPLOY_FAILED, trigger.REPLICA_STARTUP_FAILED
+    if view.status is Health.UPDATING or view.goal_status is GoalStatus.PENDING:
+        return DeploymentStatus.UPDATING, trigger.CONFIG_UPDATE_STARTED
+    if view.status is Health.UNHEALTHY:
+        return DeploymentStatus.UNHEALTHY, trigger.HEALTH_CHECK_FAILED
+    serving = sum(replica.state == "running" for replica in view.replicas)
+    if view.backend_config.autoscaling_config is not None and serving != view.backend_config.num_replicas:
+        growing = serving < view.backend_config.num_replicas
+        return DeploymentStatus.UPSCALING if growing else DeploymentStatus.DOWNSCALING, trigger.AUTOSCALING
+    return DeploymentStatus.HEALTHY, trigger.CONFIG_UPDATE_COMPLETED

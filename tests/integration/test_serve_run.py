@@ -1,0 +1,188 @@
+"""A Ray Serve program after one changed line: beside a stack, and with one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from muster.client import connect_stack
+from muster.embedded.stack import EmbeddedStack
+from serve_common.api.queries import ListDeployments
+from tests.support.paths import ROOT
+from tests.support.servers.reserved_port import ANY_PORTS
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = """
+import sys
+import urllib.request
+
+import helper
+import muster as serve
+from muster.handle import DeploymentHandle
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Multiplier:
+    def __init__(self, table: dict[str, int]) -> None:
+        self.table = table
+
+    def __call__(self, word: str) -> int:
+        return self.table.get(word, 0) * FACTOR
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Ingress:
+    async def __init__(self, multiplier: DeploymentHandle) -> None:
+        self.multiplier = multiplier
+
+    async def __call__(self, request) -> dict[str, object]:
+        word = request.query_params["word"]
+        return {"number": await self.multiplier.remote(word), "replica": serve.get_replica_context().replica_id}
+
+
+FACTOR = 2
+if __name__ == "__main__":
+    handle = serve.run(Ingress.bind(Multiplier.bind({"one": 1, "two": 2})), name="shop", route_prefix="/shop")
+    print(serve.status().applications["shop"].status)
+    print(type(handle).__name__)
+"""
+
+
+def run(directory: Path, state_dir: Path | None, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    (directory / "program.py").write_text(program.replace("import helper\n", ""))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+    if state_dir is not None:
+        environment["MUSTER_STATE_DIR"] = str(state_dir)
+    return subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedStack]:
+    async with EmbeddedStack(tmp_path_factory.mktemp("run") / "state", ANY_PORTS) as stack:
+        yield stack
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.loads(response.read())
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_program_deploys_its_own_classes_and_again_restarts_nothing(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    import asyncio
+
+    state_dir = Path(stack.record.state_dir)
+    url = f"{stack.record.http_url}/shop?word=two"
+    first = await asyncio.to_thread(run, tmp_path, state_dir)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines() == ["ApplicationStatus.RUNNING", "DeploymentHandle"]
+    answer = await asyncio.to_thread(get, url)
+    assert answer["number"] == 4
+    again = await asyncio.to_thread(run, tmp_path, state_dir)
+    assert again.returncode == 0, again.stderr
+    assert await asyncio.to_thread(get, url) == answer
+    changed = await asyncio.to_thread(run, tmp_path, state_dir, PROGRAM.replace("FACTOR = 2", "FACTOR = 5"))
+    assert changed.returncode == 0, changed.stderr
+    after = await asyncio.to_thread(get, url)
+    assert after["number"] == 10
+    broken = await asyncio.to_thread(
+        run,
+        tmp_path,
+        state_dir,
+        PROGRAM.replace("self.table = table", "raise ValueError('no table today')").replace(
+            "0.1})\nclass M", "0.1}, max_constructor_retry_count=1)\nclass M"
+        ),
+    )
+    assert broken.returncode == 1
+    assert "no table today" in broken.stderr
+    assert "DeployFailed" in broken.stderr
+    assert (await asyncio.to_thread(get, url))["number"] == 10
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_code_is_named_by_its_digest_in_views(stack: EmbeddedStack, tmp_path: Path) -> None:
+    import asyncio
+
+    from muster.cli.session import StackChoice, find_stack
+
+    result = await asyncio.to_thread(run, tmp_path, Path(stack.record.state_dir))
+    assert result.returncode == 0, result.stderr
+    address = find_stack(StackChoice(), {"MUSTER_STATE_DIR": stack.record.state_dir}, ROOT)
+    async with connect_stack(address) as connected:
+        views = {view.name: view for view in await connected.admin.call(ListDeployments())}
+    assert len(views["shop/Ingress"].replica_config.code) == 64
+    assert views["shop/Ingress"].replica_config.import_path == "__main__:Ingress"
+
+
+OWN = """
+import sys
+import muster as serve
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+def hello(request):
+    return "hello from " + request.query_params.get("name", "nobody")
+
+serve.start(http_options={"port": 0})
+handle = serve.run(hello.bind())
+sys.stdin.readline()
+serve.shutdown()
+print("ended")
+"""
+
+
+def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+    process = subprocess.Popen(
+        [sys.executable, "own.py"],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        found = re.search(r"(http://\S+); ", line)
+        assert found is not None, line + process.stderr.read()
+        end = time.monotonic() + 120
+        while True:
+            try:
+                with urllib.request.urlopen(f"{found[1]}/?name=you", timeout=10) as response:
+                    assert response.read() == b"hello from you"
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.2)
+        output, errors = process.communicate("\n", timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    assert output == "ended\n"
+    assert not list(tmp_path.glob(".muster*"))

@@ -1,0 +1,220 @@
+"""Declaring: the decorator, its options, and what is refused with which exception."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import muster as serve
+from muster.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
+from muster.schema import DeploymentSchema, LoggingConfig
+from muster.sdk.build import build_app
+from muster.sdk.translate import deploy_command
+from serve_common.api.commands import DeploymentSpec
+from serve_common.config.backend import ReplicaPolicyName
+
+
+class Model:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def __call__(self, request: Any) -> Any:
+        return request
+
+
+def deployed(deployment: Any) -> DeploymentSpec:
+    app = build_app(deployment.bind(), name="default", route_prefix="/")
+    command = deploy_command(app, None, external_scaler=False)
+    [spec] = command.deployments
+    return spec
+
+
+def test_the_decorator_works_bare_and_with_options() -> None:
+    bare, named = serve.deployment(Model), serve.deployment(name="other", num_replicas=3)(Model)
+    assert isinstance(bare, serve.Deployment)
+    assert (bare.name, bare.num_replicas, bare.func_or_class) == ("Model", 1, Model)
+    assert (named.name, named.num_replicas) == ("other", 3)
+
+
+def test_defaults_are_those_of_ray_serve() -> None:
+    spec = deployed(serve.deployment(Model))
+    config = spec.backend_config
+    assert (config.max_concurrent_queries, config.max_queued_requests) == (5, -1)
+    assert config.max_constructor_retry_count == 20
+    assert (config.health_check_period_s, config.health_check_timeout_s) == (10, 30)
+    assert config.graceful_shutdown_timeout_s == 20
+    assert spec.replica_config.ray_actor_options.num_cpus == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        ({"num_replicas": 4}, "num_replicas", 4),
+        ({"user_config": {"a": 1}}, "user_config", {"a": 1}),
+        ({"max_ongoing_requests": 7}, "max_concurrent_queries", 7),
+        ({"max_queued_requests": 9}, "max_queued_requests", 9),
+        ({"graceful_shutdown_timeout_s": 3}, "graceful_shutdown_timeout_s", 3),
+        ({"health_check_period_s": 3}, "health_check_period_s", 3),
+        ({"health_check_timeout_s": 3}, "health_check_timeout_s", 3),
+        ({"max_constructor_retry_count": 3}, "max_constructor_retry_count", 3),
+        ({"max_replicas_per_node": 2}, "max_replicas_per_host", 2),
+        ({"max_surge_percent": 50}, "max_surge_percent", 50),
+    ],
+)
+def test_each_option_reaches_the_backend(options: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(deployed(serve.deployment(**options)(Model)).backend_config, field) == value
+    assert getattr(deployed(serve.deployment(Model).options(**options)).backend_config, field) == value
+
+
+def test_structured_options_reach_the_backend_as_dict_and_as_object() -> None:
+    for backpressure in (
+        {"status_code": 429, "retry_after_s": 5},
+        BackpressureConfig(status_code=429, retry_after_s=5),
+    ):
+        config = deployed(serve.deployment(backpressure_config=backpressure)(Model)).backend_config
+        assert (config.backpressure_config.status_code, config.backpressure_config.retry_after_s) == (429, 5)
+    for router in (
+        {"request_router_class": "ray.serve.experimental.round_robin_router:RoundRobinRouter"},
+        RequestRouterConfig(request_router_class="x:RoundRobinRequestRouter"),
+    ):
+        config = deployed(serve.deployment(request_router_config=router)(Model)).backend_config
+        assert config.replica_policy is ReplicaPolicyName.ROUND_ROBIN
+    for scaling in (
+        {"min_replicas": 2, "max_replicas": 5},
+        AutoscalingConfig(min_replicas=2, max_replicas=5),
+    ):
+        found = deployed(
+            serve.deployment(autoscaling_config=scaling)(Model)
+        ).backend_config.autoscaling_config
+        assert found is not None
+        assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (2, 5, 2)
+    actor = {"num_cpus": 0.5, "num_gpus": 1, "memory": 1024, "resources": {"tpu": 2}}
+    found_actor = deployed(serve.deployment(ray_actor_options=actor)(Model)).replica_config.ray_actor_options
+    assert (found_actor.num_cpus, found_actor.num_gpus, found_actor.memory) == (0.5, 1, 1024)
+    assert found_actor.resources == {"tpu": 2}
+
+
+def test_auto_is_one_to_a_hundred_replicas_and_takes_what_is_given() -> None:
+    auto = serve.deployment(num_replicas="auto")(Model).deployment_options.autoscaling_config
+    assert auto is not None
+    assert (auto.min_replicas, auto.max_replicas, auto.target_ongoing_requests) == (1, 100, 2)
+    changed = serve.deployment(Model).options(num_replicas="auto", autoscaling_config={"max_replicas": 7})
+    found = changed.deployment_options.autoscaling_config
+    assert found is not None
+    assert (found.min_replicas, found.max_replicas) == (1, 7)
+    fixed = changed.options(num_replicas=2)
+    assert fixed.num_replicas == 2
+    assert fixed.deployment_options.autoscaling_config is None
+
+
+def test_options_copies_and_keeps_the_others() -> None:
+    first = serve.deployment(num_replicas=2, max_ongoing_requests=9)(Model)
+    second = first.options(num_replicas=3, name="second")
+    assert (first.name, first.num_replicas) == ("Model", 2)
+    assert (second.name, second.num_replicas, second.max_ongoing_requests) == ("second", 3, 9)
+    assert first != second
+    assert first == first.options()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
+        ({"version": "v1"}, ValueError, "removed"),
+        ({"num_replicas": 0}, ValueError, "larger than 0"),
+        ({"num_replicas": -1}, ValidationError, "greater than 0"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, ValueError, "not allowed when"),
+        ({"max_ongoing_requests": None}, ValueError, "non-null"),
+        ({"max_ongoing_requests": 0}, ValidationError, "greater than 0"),
+        ({"max_queued_requests": 0}, ValidationError, "-1 \\(no limit\\)"),
+        ({"user_config": object()}, ValidationError, "not JSON-serializable"),
+        ({"health_check_period_s": 0}, ValidationError, "greater than 0"),
+        (
+            {"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}},
+            ValidationError,
+            "max_replicas \\(2\\)",
+        ),
+        ({"backpressure_config": {"status_code": 500}}, ValidationError, "status_code"),
+        ({"logging_config": {"log_level": "LOUD"}}, ValidationError, "log_level"),
+        ({"logging_config": {"logs_dir": "/x"}}, ValidationError, "muster logs"),
+        ({"ray_actor_options": {"max_restarts": 1}}, ValueError, "not allowed"),
+        ({"ray_actor_options": {"accelerator_type": "A100"}}, ValueError, "custom resource"),
+        ({"ray_actor_options": {"runtime_env": {"conda": "x"}}}, ValueError, "image of the replica hosts"),
+        ({"ray_actor_options": {"num_cpus": -1}}, ValueError, "must not be negative"),
+        ({"ray_actor_options": []}, TypeError, "Expected a dictionary"),
+        ({"max_replicas_per_node": 101}, ValueError, r"\[1, 100\]"),
+        ({"max_replicas_per_node": "2"}, TypeError, "Expected None or an integer"),
+        ({"placement_group_bundles": [{"CPU": 1}]}, ValueError, "ray_actor_options"),
+        ({"gang_scheduling_config": {"gang_size": 2}}, ValueError, "one by one"),
+        ({"deployment_actors": [{}]}, ValueError, "bind another deployment"),
+        ({"request_router_config": {"request_router_class": "own:Router"}}, ValidationError, "session_id"),
+        ({"request_router_config": {"max_backoff_s": 2}}, ValidationError, "leave it out"),
+        ({"rolling_update_percentage": 2}, ValidationError, "less than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_accepted_fails_at_the_decorator(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        serve.deployment(**options)(Model)
+    with pytest.raises(error, match=text):
+        serve.deployment(Model).options(**options)
+
+
+def test_only_the_decorator_makes_deployments() -> None:
+    with pytest.raises(RuntimeError, match=r"@serve\.deployment"):
+        serve.Deployment("x", Model, None, {})  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="bind"):
+        serve.deployment(Model)()
+    with pytest.raises(TypeError, match="class or function"):
+        serve.deployment()(3)
+    with pytest.raises(TypeError, match="must be a string"):
+        serve.deployment(name=3)(Model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'#'"):
+        serve.deployment(name="a#b")(Model)
+    with pytest.raises(TypeError, match="call its bind"):
+        serve.run(serve.deployment(Model))  # type: ignore[arg-type]
+
+
+def test_a_function_takes_no_arguments() -> None:
+    @serve.deployment
+    def echo(request: Any) -> Any:
+        return request
+
+    assert echo.name == "echo"
+    echo.bind()
+    with pytest.raises(ValueError, match="init_args not supported"):
+        echo.bind(1)
+    with pytest.raises(ValueError, match="init_kwargs not supported"):
+        echo.bind(a=1)
+
+
+def test_logging_config_is_a_dict_or_an_object() -> None:
+    for given in ({"log_level": "DEBUG"}, LoggingConfig(log_level="DEBUG")):
+        config = serve.deployment(logging_config=given)(Model).logging_config
+        assert config is not None
+        assert config["log_level"] == "DEBUG"
+    assert LoggingConfig(log_level=10).log_level == "DEBUG"
+
+
+def test_the_options_of_a_file_are_those_that_are_set() -> None:
+    schema = DeploymentSchema(name="Model", num_replicas=2, ray_actor_options={"num_cpus": 0.5})
+    assert schema.options() == {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}}
+    changed = serve.deployment(Model).options(**schema.options())
+    assert (changed.num_replicas, changed.ray_actor_options["num_cpus"]) == (2, 0.5)
+    with pytest.raises(ValidationError):
+        DeploymentSchema(name="Model", num_replica=2)
+
+
+def test_nested_applications_become_handles_wherever_they_stand() -> None:
+    child = serve.deployment(name="Child")(Model)
+    one = child.bind(1)
+    app = serve.deployment(name="Parent")(Model).bind(
+        one, [one], {"k": child.bind(2)}, f=functools.partial(print, child.options(name="Third").bind())
+    )
+    built = build_app(app, name="shop", route_prefix="/")
+    assert [each.name for each in built.deployments] == ["Child", "Child_1", "Third", "Parent"]
+    assert built.ingress == "Parent"

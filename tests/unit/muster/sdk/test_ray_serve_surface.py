@@ -1,0 +1,147 @@
+"""Names, fields and signatures against the installed package of Ray Serve, which is read and not imported.
+
+What is missing here on purpose is listed with its reason; a new release of Ray Serve that adds a name fails this.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import muster
+
+RAY_SERVE = Path(str(importlib.util.find_spec("ray").origin)).parent / "serve"  # type: ignore[union-attr]
+
+NOT_THERE = {
+    "config": set[str](),
+    "schema": {
+        # the dashboard's REST API
+        "APIType",
+        "ApplicationDetails",
+        "AutoscalingMetricsHealth",
+        "AutoscalingStatus",
+        "ControllerHealthMetrics",
+        "DeploymentAutoscalingDetail",
+        "DeploymentDetails",
+        "DeploymentNode",
+        "DeploymentTopology",
+        "DurationStats",
+        "ProxyDetails",
+        "ReplicaDetails",
+        "ScaleDeploymentRequest",
+        "ScalingDecision",
+        "ServeActorDetails",
+        "ServeInstanceDetails",
+        "Target",
+        "TargetGroup",
+        # task consumers
+        "CeleryAdapterConfig",
+        "TaskProcessorAdapter",
+        "TaskProcessorConfig",
+        "TaskResult",
+        # gangs
+        "ReplicaRank",
+    },
+    "exceptions": {"gRPCStatusError"},
+}
+NO_FUNCTIONS = {"get_deployment_actor", "get_deployment_actor_context", "get_trace_context"}
+OTHER_FIELDS = {"AutoscalingContext"}
+"""Classes of which Muster's own have other fields."""
+
+
+def classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse((RAY_SERVE / f"{module}.py").read_text())
+    return {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+
+
+def fields(node: ast.ClassDef) -> set[str]:
+    return {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and not each.target.id.startswith("_")
+    }
+
+
+def members(node: ast.ClassDef) -> dict[str, Any]:
+    return {
+        target.id: ast.literal_eval(each.value)
+        for each in node.body
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        if isinstance(target, ast.Name) and isinstance(each.value, ast.Constant)
+    }
+
+
+@pytest.mark.parametrize("module", NOT_THERE)
+def test_every_class_is_there_or_left_out_on_purpose(module: str) -> None:
+    ours = importlib.import_module(f"muster.{module}")
+    missing = {name for name in classes(module) if not hasattr(ours, name)}
+    assert missing == NOT_THERE[module]
+
+
+@pytest.mark.parametrize("module", ["config", "schema"])
+def test_every_field_and_every_member_is_there(module: str) -> None:
+    ours, compared = importlib.import_module(f"muster.{module}"), 0
+    for name, node in classes(module).items():
+        mine = getattr(ours, name, None)
+        if mine is None or name in OTHER_FIELDS:
+            continue
+        if issubclass(mine, Enum):
+            assert {member.name: member.value for member in mine} == members(node), name
+        else:
+            known = set(mine.model_fields) if issubclass(mine, BaseModel) else set(mine.__annotations__)
+            assert known == fields(node), name
+        compared += 1
+    assert compared >= 10
+
+
+def signature(function: ast.FunctionDef) -> list[str]:
+    return [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
+def test_every_function_has_the_same_parameters() -> None:
+    tree, compared = ast.parse((RAY_SERVE / "api.py").read_text()), 0
+    exported = ast.parse((RAY_SERVE / "__init__.py").read_text())
+    names = next(
+        ast.literal_eval(node.value)
+        for node in exported.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    )
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or node.name not in names or node.name in NO_FUNCTIONS:
+            continue
+        if node.name.startswith("_"):
+            continue
+        theirs, ours = signature(node), list(inspect.signature(getattr(muster, node.name)).parameters)
+        private = {name for name in theirs if name.startswith("_") and name not in ours}
+        assert [name for name in theirs if name not in private] == [
+            name for name in ours if name != "kwargs"
+        ], node.name
+        compared += 1
+    assert compared >= 12
+
+
+def test_every_option_of_a_deployment_is_known() -> None:
+    [node] = [
+        each
+        for each in classes("deployment")["Deployment"].body
+        if isinstance(each, ast.FunctionDef) and each.name == "options"
+    ]
+    from muster.sdk.deployments import OptionValues
+
+    theirs = {name for name in signature(node) if not name.startswith("_")} - {"self", "func_or_class"}
+    assert theirs <= set(OptionValues.__annotations__)
