@@ -239,7 +239,7 @@ class Term:
                 goal_id=None,
                 request=request.decode(),
             )
-            await self._record("record_upload", ObjectChanges(), self.checkpoint, [entry], [])
+            await self._record("record_command", ObjectChanges(), self.checkpoint, [entry], [])
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """A page of the audit log, the newest first. Raises `StoreUnavailable`."""

@@ -16,6 +16,7 @@ from typing import Final, final
 
 import structlog
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.js.errors import APIError, NotFoundError
 
 from serve_common.errors import BusUnavailable, ServeError
@@ -56,18 +57,21 @@ class CodeCache:
 
     async def fetch(self, digest: str) -> None:
         """Return once the code is here; waits as long as the bucket lacks it. Raises `CodeCorrupt`, OSError."""
-        async with self._fetches.setdefault(digest, asyncio.Lock()):
-            try:
+        lock = self._fetches.setdefault(digest, asyncio.Lock())
+        try:
+            async with lock:
                 while not await self._has(digest):
                     await self._try_fetch(digest)
-            finally:
-                self.missing.discard(digest)
+        finally:
+            self.missing.discard(digest)
+            if not lock.locked():  # a waiter that is yet to run fetches by itself, which does no harm
+                self._fetches.pop(digest, None)
 
     async def _try_fetch(self, digest: str) -> None:
         try:
             await self._download(digest)
             return
-        except NotFoundError:
+        except (NotFoundError, NoRespondersError):  # the page, or the whole bucket
             self.missing.add(digest)
         except (NatsError, APIError, OSError, TimeoutError, BusUnavailable) as error:
             if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):

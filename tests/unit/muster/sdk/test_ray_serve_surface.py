@@ -17,6 +17,7 @@ import pytest
 from pydantic import BaseModel
 
 import muster
+from tests.support.paths import ROOT
 
 RAY_SERVE = Path(str(importlib.util.find_spec("ray").origin)).parent / "serve"  # type: ignore[union-attr]
 
@@ -113,14 +114,20 @@ def signature(function: ast.FunctionDef) -> list[str]:
     return [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
 
 
+def exported_names() -> set[str]:
+    exported = ast.parse((RAY_SERVE / "__init__.py").read_text())
+    return set(
+        next(
+            ast.literal_eval(node.value)
+            for node in exported.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        )
+    )
+
+
 def test_every_function_has_the_same_parameters() -> None:
     tree, compared = ast.parse((RAY_SERVE / "api.py").read_text()), 0
-    exported = ast.parse((RAY_SERVE / "__init__.py").read_text())
-    names = next(
-        ast.literal_eval(node.value)
-        for node in exported.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-    )
+    names = exported_names()
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef) or node.name not in names or node.name in NO_FUNCTIONS:
             continue
@@ -145,3 +152,38 @@ def test_every_option_of_a_deployment_is_known() -> None:
 
     theirs = {name for name in signature(node) if not name.startswith("_")} - {"self", "func_or_class"}
     assert theirs <= set(OptionValues.__annotations__)
+
+
+def table(heading: str) -> dict[str, str]:
+    """The rows of the page's table under ``heading``: what is said of each name."""
+    text = (
+        (ROOT / "docs" / "coming-from-ray-serve.md")
+        .read_text()
+        .partition(f"## {heading}\n")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| `")
+    ]
+    return {row[1].strip("`"): row[2] for row in rows}
+
+
+def test_the_page_says_of_every_name_whether_it_is_there() -> None:
+    said = table("Names")
+    assert set(said) == exported_names()
+    for name, state in said.items():
+        assert state in ("works", "differs", "not there")
+        is_there = hasattr(muster, name)
+        assert is_there == (state != "not there") or name == "ControllerOptions", name
+
+
+def test_the_page_says_of_every_option_whether_it_works() -> None:
+    from muster.sdk.deployments import OptionValues
+
+    said = table("Options of a deployment")
+    assert set(said) == set(OptionValues.__annotations__)
+    for name, state in said.items():
+        assert state in ("works", "differs", "not there"), name
+        if state == "not there":
+            with pytest.raises(ValueError, match=name):
+                muster.deployment(**{name: [{}]})(test_the_page_says_of_every_option_whether_it_works)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.errors import NoRespondersError
 from nats.js.errors import NotFoundError
 
 from serve_common.errors import BusUnavailable
@@ -28,6 +29,8 @@ class Bus:
     def __init__(self) -> None:
         self.pages: dict[tuple[str, int], bytes] = {}
         self.is_away = False
+        self.is_lost = False
+        """The whole bucket is gone."""
         self.reads = 0
 
     def put(self, data: bytes, digest: str | None = None, size: int = 300) -> None:
@@ -39,6 +42,8 @@ class Bus:
         await asyncio.sleep(0)
         if self.is_away:
             raise BusUnavailable("NATS is away")
+        if self.is_lost:
+            raise NoRespondersError
         if (digest, page) not in self.pages:
             raise NotFoundError
         return self.pages[digest, page], sum(known == digest for known, _ in self.pages)
@@ -104,13 +109,15 @@ async def test_code_that_was_changed_on_the_disk_is_fetched_again(cache: CodeCac
     assert cache.path(DIGEST).read_bytes() == CODE
 
 
-async def test_missing_code_is_reported_and_waited_for(cache: CodeCache, bus: Bus) -> None:
+@pytest.mark.parametrize("is_lost", [False, True], ids=["code", "bucket"])
+async def test_missing_code_is_reported_and_waited_for(cache: CodeCache, bus: Bus, *, is_lost: bool) -> None:
+    bus.is_lost = is_lost
     async with asyncio.TaskGroup() as group:
         group.create_task(cache.fetch(DIGEST))
         await eventually(lambda: cache.missing == {DIGEST}, within_s=WAIT_S)
         bus.is_away = True
         await asyncio.sleep(0.03)
-        bus.is_away = False
+        bus.is_away = bus.is_lost = False
         bus.put(CODE)
     assert not cache.missing
 
