@@ -98,7 +98,7 @@ class _Builder:
         try:
             scan = _Scan(arguments)
         except Exception as error:
-            # Names what it is, or pickles it after all, where only the order of visits mattered.
+            # Names what it is, or pickles it after all, where only the order mattered.
             dump_code(None, bound.init_args, bound.init_kwargs, name=bound.name, replace=_handle_for_any)
             raise CodeUnpicklable(bound.name, f"its arguments cannot be pickled: {error}") from error
         for child in scan.found:

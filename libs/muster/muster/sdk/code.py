@@ -12,6 +12,7 @@ import hashlib
 import io
 import pickle
 import struct
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
@@ -135,7 +136,8 @@ _SKELETONS: Final = {
 }
 """Reconstructors of dynamic classes, and the place of the class' id among their arguments."""
 _tracking: Final[set[type[Any]]] = set()
-"""Classes whose ids are being made."""
+"""Classes whose ids are being made. Guarded by `_lock`: another thread would pickle them without."""
+_lock: Final = threading.Lock()
 
 
 def _track(kind: type[Any]) -> str:
@@ -176,11 +178,13 @@ def dump_code(
     """
     content = (target, args, dict(kwargs))
     try:
-        data = code_header(cloudpickle.__version__) + _dump(content, replace)
+        with _lock:
+            data = code_header(cloudpickle.__version__) + _dump(content, replace)
     except Exception as error:  # pickling runs the objects' own code
-        path, reason = _find_culprit(
-            {"code": target, "args": args, "kwargs": dict(kwargs)}, name, replace, error
-        )
+        with _lock:
+            path, reason = _find_culprit(
+                {"code": target, "args": args, "kwargs": dict(kwargs)}, name, replace, error
+            )
         raise CodeUnpicklable(path, f"cannot be pickled: {reason}") from error
     check_size(len(data), name)
     return data

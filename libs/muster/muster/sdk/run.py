@@ -89,7 +89,11 @@ class _Embedded:
         self._former = os.environ.get("MUSTER_STATE_DIR")
 
     async def start(self) -> None:
-        await self._stack.start()
+        try:
+            await self._stack.start()
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            raise
         os.environ["MUSTER_STATE_DIR"] = str(self._directory)  # for handles, and for commands of this process
         sys.stderr.write(
             f"Muster runs within this process, at {self._stack.record.http_url}; it ends with it. For the command "

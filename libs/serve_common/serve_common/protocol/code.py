@@ -33,10 +33,14 @@ def digest_code(data: bytes) -> str:
 
 def check_code(data: bytes, digest: str) -> bytes:
     """Return ``data`` if it is what ``digest`` names. Raises `CodeCorrupt`."""
-    found = digest_code(data)
+    compare_digests(digest_code(data), digest)
+    return data
+
+
+def compare_digests(found: str, digest: str) -> None:
+    """Raise `CodeCorrupt` unless the digest that was ``found`` is the one that was asked for."""
     if found != digest:
         raise CodeCorrupt(f"the code {digest} was changed on its way: what arrived has the digest {found}")
-    return data
 
 
 def check_size(size: int, name: str) -> None:

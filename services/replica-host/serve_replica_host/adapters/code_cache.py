@@ -21,7 +21,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from serve_common.errors import BusUnavailable, ServeError
 from serve_common.names import ReplicaTag
-from serve_common.protocol.code import CODE_BYTES_MAX, CodeCorrupt
+from serve_common.protocol.code import CODE_BYTES_MAX, CodeCorrupt, compare_digests
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_replica_host.adapters.control_bus import ControlBus
@@ -60,17 +60,19 @@ class CodeCache:
         lock = self._fetches.setdefault(digest, asyncio.Lock())
         try:
             async with lock:
-                while not await self._has(digest):
-                    await self._try_fetch(digest)
+                is_here = await self._has(digest)
+                while not is_here:
+                    is_here = await self._try_fetch(digest)
         finally:
             self.missing.discard(digest)
             if not lock.locked():  # a waiter that is yet to run fetches by itself, which does no harm
                 self._fetches.pop(digest, None)
 
-    async def _try_fetch(self, digest: str) -> None:
+    async def _try_fetch(self, digest: str) -> bool:
+        """Whether the code is here now; after a failure that may pass, it has waited before the next attempt."""
         try:
             await self._download(digest)
-            return
+            return True
         except (NotFoundError, NoRespondersError):  # the page, or the whole bucket
             self.missing.add(digest)
         except (NatsError, APIError, OSError, TimeoutError, BusUnavailable) as error:
@@ -78,6 +80,7 @@ class CodeCache:
                 raise  # of the disk
             _log.warning("code_not_fetched", digest=digest, error=repr(error))
         await asyncio.sleep(RETRY_S)
+        return False
 
     async def _has(self, digest: str) -> bool:
         path = self.path(digest)
@@ -144,11 +147,7 @@ class _PartialFile:
 
     def finish(self, digest: str, path: Path) -> None:
         """Move it to ``path``, for everyone to read, if it is what ``digest`` names. Raises `CodeCorrupt`."""
-        found = self._hash.hexdigest()
-        if found != digest:
-            raise CodeCorrupt(
-                f"the code {digest} was changed on its way: what arrived has the digest {found}"
-            )
+        compare_digests(self._hash.hexdigest(), digest)
         self._file.flush()
         os.fchmod(self._file.fileno(), 0o444)
         self._path.rename(path)
