@@ -113,6 +113,12 @@ def _show_tracebacks_plainly() -> None:
     structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 
 
+@pytest.fixture(autouse=True)
+def _logs_are_printed() -> None:
+    """However a test before, within whose process a library took its first handle, has configured structlog."""
+    structlog.reset_defaults()
+
+
 _left_open: list[str] = []
 
 
