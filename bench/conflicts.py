@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from muster.client.admin import AdminClient
-from muster.embedded import run_record as leftovers
+from muster.embedded import leftovers
 from serve_common.api.commands import (
     CreateEndpoint,
     DeleteDeployment,

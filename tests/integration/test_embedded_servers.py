@@ -28,11 +28,11 @@ from muster.embedded import (
     StackFailed,
     StackOptions,
     StartFailed,
+    leftovers,
     postgres,
     running_stack,
 )
 from muster.embedded import postgres as unprivileged
-from muster.embedded import run_record as leftovers
 from muster.embedded.postgres import Way
 from muster.embedded.process import ProcessSpec
 from muster.embedded.stack import choose_ports

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import conflicts, full_disk
-from muster.embedded import run_record as leftovers
+from muster.embedded import leftovers
 from tests.support.stacks.loaded_stack import LoadedStack
 
 pytestmark = pytest.mark.timeout(480)

@@ -23,7 +23,8 @@ from muster.client.admin import AdminClient, connect_stack
 from muster.client.requests import StackAddress
 from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.postgres import EmbeddedPostgres
-from muster.embedded.process import ProcessSpec, RunningProcess
+from muster.embedded.process import ProcessSpec
+from muster.embedded.run_record import RunningProcess
 from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs, nats_spec, prepare_nats
 from muster.embedded.supervisor import Supervisor
 from muster.secrets import NAMES, generate

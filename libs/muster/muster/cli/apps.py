@@ -10,12 +10,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.text import Text
 
 from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.help import Commands
-from muster.cli.output import print_error, print_table, shorten, style_state, table
+from muster.cli.output import Cell, print_error, print_table, shorten, style_state, table
 from muster.cli.queries import ReadRequest, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
@@ -191,12 +190,12 @@ def _show_applications(views: Sequence[ApplicationView]) -> None:
     rows = table("application", "status", "route", "ingress", "deployments", "message")
     for view in views:
         rows.add_row(
-            Text(view.name),
+            Cell(view.name),
             style_state(view.status.value),
-            Text(view.route_prefix or "-"),
-            Text(view.ingress),
-            Text(", ".join(view.deployments)),
-            Text(shorten(view.message)),
+            Cell(view.route_prefix or "-"),
+            Cell(view.ingress),
+            Cell(", ".join(view.deployments)),
+            Cell(shorten(view.message)),
         )
     print_table("Applications", rows)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.config_options import (
@@ -19,6 +18,7 @@ from muster.cli.config_options import (
 )
 from muster.cli.help import Commands
 from muster.cli.output import (
+    Cell,
     counts,
     get_config_facts,
     print_facts,
@@ -162,11 +162,11 @@ def _show_backends(views: Sequence[BackendView]) -> None:
     rows = table("backend", "status", "replicas", "import path", "message")
     for view in views:
         rows.add_row(
-            Text(short_name(view.backend_tag)),
+            Cell(short_name(view.backend_tag)),
             style_state(view.status.value),
-            Text(counts(view.replicas, view.backend_config)),
-            Text(view.replica_config.import_path),
-            Text(shorten(view.message)),
+            Cell(counts(view.replicas, view.backend_config)),
+            Cell(view.replica_config.import_path),
+            Cell(shorten(view.message)),
         )
     print_table("Backends", rows)
 

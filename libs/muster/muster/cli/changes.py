@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 import typer
-from rich.text import Text
 
 from muster.cli.output import (
+    Cell,
     Progress,
     print_error,
     print_json,
@@ -272,9 +272,9 @@ def show_plan(view: PlanView, what: str, already: str) -> None:
             replica = "(new)" if each.replica_tag is None else short_name(each.replica_tag)
             rows.add_row(
                 style_state(each.action.value),
-                Text(short_name(each.backend_tag)),
-                Text(replica),
-                Text(each.why),
+                Cell(short_name(each.backend_tag)),
+                Cell(replica),
+                Cell(each.why),
             )
         print_table(f"{what}: {would}", rows)
     else:

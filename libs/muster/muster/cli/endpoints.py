@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.text import Text
 
 from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, change_command
@@ -20,6 +19,7 @@ from muster.cli.config_options import (
 )
 from muster.cli.help import Commands
 from muster.cli.output import (
+    Cell,
     format_methods,
     format_shares,
     format_value,
@@ -166,12 +166,12 @@ def _show_endpoints(views: Sequence[EndpointView]) -> None:
     rows = table("endpoint", "route", "methods", "traffic", "shadows", "options")
     for view in views:
         rows.add_row(
-            Text(short_name(view.endpoint_tag)),
-            Text(view.route or "-"),
-            Text(format_methods(view.methods)),
-            Text(format_shares(view.traffic)),
-            Text(format_shares(view.shadows)),
-            Text(_options(view.options)),
+            Cell(short_name(view.endpoint_tag)),
+            Cell(view.route or "-"),
+            Cell(format_methods(view.methods)),
+            Cell(format_shares(view.traffic)),
+            Cell(format_shares(view.shadows)),
+            Cell(_options(view.options)),
         )
     print_table("Endpoints", rows)
 

@@ -6,9 +6,12 @@ readable to be typed.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
+from types import MethodType
 from typing import Any, Final, TypeVar
 
 import typer
@@ -40,8 +43,66 @@ _COLUMN_MAX: Final = 28
 """Widest column of names of options."""
 
 
+class _QuickValues:
+    """Reads the plain values of one parameter, and leaves all else to typer.
+
+    Why: typer reads every value by pydantic, and importing that takes as long as all else that a command does.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        """``parameter`` is typer's, as built from the command's signature."""
+        self._kind = parameter.type_descriptor.annotation
+        self._info = parameter.type_descriptor.parameter_info
+        self._is_list = parameter.multiple or parameter.nargs != 1
+        self._typer = parameter.get_runtime_param
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The value as its type; raises typer's error, in typer's words, for a bad one."""
+        found = None if self._is_list else self._read(value)
+        return found if found is not None or value is None else self._typer().coerce(value, param, ctx)
+
+    def _read(self, value: Any) -> Any:
+        """The value; None for what is not plain, or is not as it should be."""
+        match value:
+            case str() if self._kind is str:
+                return value
+            case str() | Path() if self._kind is Path and not self._info.resolve_path:
+                return Path(value)
+            case bool() if self._kind is bool:
+                return value
+            case str() if self._kind in {int, float} and _NUMBERS[self._kind].fullmatch(value):
+                return self._within_limits(self._kind(value))
+            case int() | float() if self._kind in {int, float} and type(value) is not bool:
+                return self._within_limits(self._kind(value)) if self._kind(value) == value else None
+            case _:
+                return None
+
+    def _within_limits(self, number: float) -> float | None:
+        least, most = self._info.min, self._info.max
+        is_good = (least is None or number >= least) and (most is None or number <= most)
+        return number if is_good else None
+
+
+_NUMBERS: Final[dict[type, re.Pattern[str]]] = {
+    int: re.compile(r"[+-]?[0-9]{1,15}"),
+    float: re.compile(r"[+-]?[0-9]{1,15}(\.[0-9]{1,15})?"),
+}
+
+
+def _read_quickly(parameters: list[Any]) -> list[Any]:
+    for each in parameters:
+        if isinstance(each.get_runtime_param, MethodType):
+            quick = _QuickValues(each)
+            each.get_runtime_param = lambda quick=quick: quick
+    return parameters
+
+
 class PlainCommand(TyperCommand):
     """A command with plain help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters, that of the help included."""
+        return _read_quickly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the command in its line of usage."""
@@ -56,6 +117,10 @@ class PlainCommand(TyperCommand):
 
 class PlainGroup(TyperGroup):
     """A group of commands with plain help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters, that of the help included."""
+        return _read_quickly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the group in its line of usage."""

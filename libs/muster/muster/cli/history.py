@@ -7,11 +7,11 @@ from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.text import Text
 
 from muster.cli.output import (
+    Cell,
     format_time,
-    get_console,
+    print_cells,
     print_json,
     print_json_line,
     print_line,
@@ -146,28 +146,28 @@ async def _query(session: Session, address: StackAddress, query: GetEvents) -> l
 
 
 def _show_each(events: Sequence[EventView], *, as_json: bool) -> None:
-    console = get_console()
     for event in events:
         if as_json:
             print_json_line(msgspec.json.encode(event).decode())
             continue
-        text = Text(f"{format_time(event.at)} ", style="dim")
-        text.append(f"{event.kind:<11} ", style="")
-        text.append(f"{short_name(event.subject)} ", style="cyan")
-        text.append_text(style_state(event.state))
-        text.append(f" {shorten(event.message)}")
-        console.print(text, soft_wrap=True)
+        print_cells(
+            Cell(format_time(event.at), "dim"),
+            Cell(f"{event.kind:<11}"),
+            Cell(short_name(event.subject), "cyan"),
+            style_state(event.state),
+            Cell(shorten(event.message)),
+        )
 
 
 def _show_events(views: Sequence[EventView]) -> None:
     rows = table("at", "kind", "subject", "state", "message")
     for view in views:
         rows.add_row(
-            Text(format_time(view.at)),
-            Text(view.kind),
-            Text(short_name(view.subject)),
+            Cell(format_time(view.at)),
+            Cell(view.kind),
+            Cell(short_name(view.subject)),
             style_state(view.state),
-            Text(shorten(view.message)),
+            Cell(shorten(view.message)),
         )
     print_table("Events", rows)
 
@@ -243,12 +243,12 @@ def _show_history(views: Sequence[HistoryView]) -> None:
     rows = table("id", "at", "claimed by", "verb", "subject", "goal")
     for view in views:
         rows.add_row(
-            Text(str(view.id)),
-            Text(format_time(view.at)),
-            Text(view.principal or "-"),
-            Text(view.verb),
-            Text(short_name(view.subject)),
-            Text(view.goal_id or "-"),
+            Cell(str(view.id)),
+            Cell(format_time(view.at)),
+            Cell(view.principal or "-"),
+            Cell(view.verb),
+            Cell(short_name(view.subject)),
+            Cell(view.goal_id or "-"),
         )
     print_table("Changes", rows)
 
@@ -257,12 +257,12 @@ def _show_revisions(views: Sequence[RevisionView]) -> None:
     rows = table("revision", "at", "status", "version", "import path", "replicas", "route")
     for view in views:
         rows.add_row(
-            Text(f"{view.revision}{' (now)' if view.is_current else ''}"),
-            Text(format_time(view.at)),
+            Cell(f"{view.revision}{' (now)' if view.is_current else ''}"),
+            Cell(format_time(view.at)),
             style_state(view.status.value),
-            Text(view.version or "-"),
-            Text(view.import_path),
-            Text(str(view.num_replicas)),
-            Text(view.route_prefix or "-"),
+            Cell(view.version or "-"),
+            Cell(view.import_path),
+            Cell(str(view.num_replicas)),
+            Cell(view.route_prefix or "-"),
         )
     print_table("Revisions", rows)

@@ -16,9 +16,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from muster.cli.output import get_console, print_json_line, short_name
+from muster.cli.output import print_json_line, short_name
 from muster.cli.queries import NAME_HELP, stream_command
 from muster.cli.session import Session
+from muster.cli.terminal import get_console
 from muster.client.requests import Feed, FeedMessage, StackAddress
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag

@@ -1,79 +1,140 @@
-"""The program `muster`: its commands and their common options."""
+"""The program `muster`: its commands and their common options.
+
+Why commands are imported at their first use: importing all of them takes several times as long as one takes to run.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import sys
-from importlib import metadata
-from typing import Annotated, Any
+from collections.abc import Iterator, MutableMapping
+from typing import Annotated, Any, Final, NamedTuple
 
-import structlog
 import typer
 
-from muster.cli.apps import app as application_app
-from muster.cli.backend import app as backend_app
-from muster.cli.backend import update
-from muster.cli.backup import backup as back_up
-from muster.cli.backup import restore, secrets
-from muster.cli.deployments import app as goal_app
-from muster.cli.deployments import call, delete, delete_all, deploy, plan, rollback, scale
-from muster.cli.endpoints import endpoint_app, http_app, traffic_app
-from muster.cli.help import COMMON, OF_COMMAND, Commands, PlainGroup, help_
-from muster.cli.history import events, history, revisions
-from muster.cli.logs import logs
-from muster.cli.output import PlainFormatter, plain_event, stderr_for_logs
+from muster.cli.help import COMMON, OF_COMMAND, Commands, PlainGroup
+from muster.cli.output import PlainFormatter, configure_logs
 from muster.cli.queries import CredsOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.session import EXIT_CODES_HELP, Session, StackChoice
-from muster.cli.status import autoscaling_app, host_app, info, list_, proxy_app, status
-from muster.cli.top import top
-from muster.cli.up import up
 
 _HOW_TO_STOP = "Ctrl-C stops what 'muster up' runs, and 'docker compose down' a stack in containers."
 
 
-class _Root(PlainGroup):
-    """The program: for what users of other tools type, it says what to do here."""
+class _Command(NamedTuple):
+    """Where a command, or a group of commands, is defined."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command. Raises typer's error for an unknown one."""
-        if args[0] in {"down", "stop"}:
-            ctx.fail(f"No such command '{args[0]}'. {_HOW_TO_STOP}")
-        return super().resolve_command(ctx, args)
+    panel: str
+    """The heading under which the help of the program lists it."""
+    module: str
+    """Module of this package."""
+    attribute: str
+    """Function of the command, or `Commands` of the group."""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - a default that nobody changes
+    """Further arguments of `Commands.command`."""
 
-
-app = Commands(name="muster", cls=_Root, epilog=EXIT_CODES_HELP)
 
 _RUN, _DEPLOY, _INSPECT = "Run a stack", "Deploy and call", "Inspect"
 _TRAFFIC, _OPERATE = "Canary and shadow traffic (several versions at a time)", "Operate"
 _SAVE = "Save, restore and delete everything"
 
-for _panel, _commands in (
-    (_RUN, (up, secrets)),
-    (_DEPLOY, (deploy, update, scale, rollback, revisions, delete, call)),
-    (_INSPECT, (status, list_, info, top, logs, events, history)),
-    (_SAVE, (back_up, restore, delete_all)),
-):
-    for _command in _commands:
-        _name = _command.__name__.rstrip("_").replace("_", "-")
-        app.command(_name, rich_help_panel=_panel)(_command)
-for _name, _group, _panel in (
-    ("app", application_app, _DEPLOY),
-    ("backend", backend_app, _TRAFFIC),
-    ("endpoint", endpoint_app, _TRAFFIC),
-    ("traffic", traffic_app, _TRAFFIC),
-    ("autoscaling", autoscaling_app, _OPERATE),
-    ("host", host_app, _OPERATE),
-    ("proxy", proxy_app, _OPERATE),
-    ("http", http_app, _OPERATE),
-    ("goal", goal_app, _OPERATE),
-):
-    app.add_typer(_group, name=_name, rich_help_panel=_panel)
-app.command("plan", rich_help_panel=_DEPLOY, **OF_COMMAND)(plan)
-app.command("help", rich_help_panel=_RUN, **OF_COMMAND)(help_)
+COMMANDS: Final = {
+    "up": _Command(_RUN, "up", "up"),
+    "secrets": _Command(_RUN, "backup", "secrets"),
+    "deploy": _Command(_DEPLOY, "deployments", "deploy"),
+    "update": _Command(_DEPLOY, "backend", "update"),
+    "scale": _Command(_DEPLOY, "deployments", "scale"),
+    "rollback": _Command(_DEPLOY, "deployments", "rollback"),
+    "revisions": _Command(_DEPLOY, "history", "revisions"),
+    "delete": _Command(_DEPLOY, "deployments", "delete"),
+    "call": _Command(_DEPLOY, "deployments", "call"),
+    "status": _Command(_INSPECT, "status", "status"),
+    "list": _Command(_INSPECT, "status", "list_"),
+    "info": _Command(_INSPECT, "status", "info"),
+    "top": _Command(_INSPECT, "top", "top"),
+    "logs": _Command(_INSPECT, "logs", "logs"),
+    "events": _Command(_INSPECT, "history", "events"),
+    "history": _Command(_INSPECT, "history", "history"),
+    "backup": _Command(_SAVE, "backup", "backup"),
+    "restore": _Command(_SAVE, "backup", "restore"),
+    "delete-all": _Command(_SAVE, "deployments", "delete_all"),
+    "plan": _Command(_DEPLOY, "deployments", "plan", OF_COMMAND),
+    "help": _Command(_RUN, "help", "help_", OF_COMMAND),
+    "app": _Command(_DEPLOY, "apps", "app"),
+    "backend": _Command(_TRAFFIC, "backend", "app"),
+    "endpoint": _Command(_TRAFFIC, "endpoints", "endpoint_app"),
+    "traffic": _Command(_TRAFFIC, "endpoints", "traffic_app"),
+    "autoscaling": _Command(_OPERATE, "status", "autoscaling_app"),
+    "host": _Command(_OPERATE, "status", "host_app"),
+    "proxy": _Command(_OPERATE, "status", "proxy_app"),
+    "http": _Command(_OPERATE, "endpoints", "http_app"),
+    "goal": _Command(_OPERATE, "deployments", "app"),
+}
+"""Commands by name, in the order of the help."""
+
+
+class _LoadedCommands(MutableMapping[str, Any]):
+    """The commands as typer builds them, each at its first use."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self._built[name] = _build(name, COMMANDS[name])
+        return self._built[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._built[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _build(name: str, command: _Command) -> Any:
+    found = getattr(importlib.import_module(f"muster.cli.{command.module}"), command.attribute)
+    alone = Commands()
+    if isinstance(found, Commands):
+        alone.add_typer(found, name=name, rich_help_panel=command.panel)
+    else:
+        alone.command(name, rich_help_panel=command.panel, **command.settings)(found)
+    if "structlog" in sys.modules:
+        configure_logs()
+    return typer.main.get_group(alone).commands[name]
+
+
+class _Root(PlainGroup):
+    """The program: for what users of other tools type, it says what to do here."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Takes what `PlainGroup` takes."""
+        super().__init__(**settings)
+        self.commands = _LoadedCommands()
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command. Raises typer's error for an unknown one."""
+        if args[0] in {"down", "stop"}:
+            ctx.fail(f"No such command '{args[0]}'. {_HOW_TO_STOP}")
+        found = super().resolve_command(ctx, args)
+        gc.enable()  # what a command imports is there; some run for hours
+        return found
+
+
+app = Commands(name="muster", cls=_Root, epilog=EXIT_CODES_HELP)
 
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
+        # Only here: it takes as long to import as typer.
+        from importlib import metadata  # noqa: PLC0415 - as above
+
         typer.echo(f"muster {metadata.version('muster')}")
         raise typer.Exit
 
@@ -121,15 +182,10 @@ def root(
 
 
 def main() -> None:
-    """Entry point of the program."""
+    """Run the program."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter(logging.BASIC_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.ERROR)
-    structlog.configure(
-        processors=[plain_event, *structlog.get_config()["processors"]],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(file=stderr_for_logs()),
-    )
     app(prog_name="muster")
 
 

@@ -1,8 +1,10 @@
 """Output of commands: text and tables for people, lines for logs, JSON for programs.
 
 Results go to standard output and everything else to standard error, so that output can be piped. Texts that come from
-users (tracebacks, names) reach rich as `Text`, never as markup, and no control sequence in them reaches a terminal:
+users (tracebacks, names) are never read as markup, and no control sequence in them reaches a terminal:
 whatever is printed passes `plain`, or is JSON in which control characters are escaped.
+
+What is not written to a terminal is printed here, and cuts nothing; what is, by `muster.cli.terminal`.
 """
 
 from __future__ import annotations
@@ -12,27 +14,23 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final, Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TextIO, cast
 
 import msgspec
 import typer
-from rich import box
-from rich.console import Console
-from rich.segment import Segment
-from rich.status import Status
-from rich.table import Table
-from rich.text import Text
 
 from muster.cli import parsing
 from serve_common.api.views import ReplicaView
+from serve_common.clock import Clock, SystemClock
 from serve_common.config.backend import METHODS, BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.values import truncate
 
-_PIPED_WIDTH = 200
-"""Width of tables that are not written to a terminal, in columns."""
+if TYPE_CHECKING:
+    from rich.status import Status
+
 _BRIEF_MAX = 160
 _TRACEBACK_BEGINS = "Traceback (most recent call last):"
 
@@ -74,16 +72,7 @@ def print_error(text: str) -> None:
     typer.echo(plain(text), err=True)
 
 
-class _PlainConsole(Console):
-    """Writes texts through `plain`; rich's own control sequences stay."""
-
-    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        return super()._render_buffer(
-            segment if segment.control else Segment(plain(segment.text), segment.style) for segment in buffer
-        )
-
-
-def stderr_for_logs() -> TextIO:
+def _stderr_for_logs() -> TextIO:
     """Standard error that ignores failed writes: a full disk must not end a process that logs."""
     # It implements the part of a file that is used.
     return cast("TextIO", _Stderr())
@@ -100,11 +89,6 @@ class _Stderr:
             sys.stderr.flush()
 
 
-def get_console() -> Console:
-    """A console on standard output for tables."""
-    return _PlainConsole(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
-
-
 def write_body(body: bytes) -> None:
     """Write a response to standard output: unchanged, but on a terminal through `plain`."""
     if sys.stdout.isatty():
@@ -112,6 +96,21 @@ def write_body(body: bytes) -> None:
     else:
         sys.stdout.buffer.write(body)
         sys.stdout.flush()
+
+
+def configure_logs() -> None:
+    """Print warnings of libraries and of Muster's own parts on standard error, through `plain`; may be called again.
+
+    For commands that import what logs: importing structlog takes longer than `muster status` may.
+    """
+    import structlog  # noqa: PLC0415 - as above
+
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[_plain_event, *structlog.get_config()["processors"]],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(file=_stderr_for_logs()),
+        )
 
 
 class PlainFormatter(logging.Formatter):
@@ -122,7 +121,7 @@ class PlainFormatter(logging.Formatter):
         return plain(super().format(record))
 
 
-def plain_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _plain_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """A structlog processor that replaces control characters in all fields."""
     return {name: plain(value if isinstance(value, str) else repr(value)) for name, value in event.items()}
 
@@ -142,19 +141,30 @@ def short_name(tag: str) -> str:
     return tag.removeprefix("default/")
 
 
-class Progress:
-    """Shows what a command waits for: a live line on a terminal, otherwise a line whenever it changes."""
+_REPEAT_S: Final = 5.0
+"""Seconds after which a line of progress is repeated, so that a slow change does not look like one that hangs."""
 
-    def __init__(self, title: str) -> None:
-        """``title`` is the prefix of every text."""
+
+class Progress:
+    """Shows what a command waits for: a live line on a terminal; else a line when it changes, and every 5 seconds."""
+
+    def __init__(self, title: str, clock: Clock | None = None) -> None:
+        """``title`` is the prefix of every text; ``clock`` is given by tests."""
         self._title = title
-        self._console = _PlainConsole(stderr=True, highlight=False)
+        self._clock = clock or SystemClock()
+        self._started_at = self._clock.now()
+        self._printed_at = self._started_at
         self._status: Status | None = None
         self._last = ""
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._status = self._console.status(Text(self._title))
+        if sys.stderr.isatty():
+            # Only here: most commands print into a pipe, or end before there is anything to wait for.
+            from rich.text import Text  # noqa: PLC0415 - as above
+
+            from muster.cli.terminal import get_console  # noqa: PLC0415 - as above
+
+            self._status = get_console(stderr=True).status(Text(self._title))
             self._status.start()
         return self
 
@@ -173,16 +183,23 @@ class Progress:
             self._status = None
 
     def show(self, text: str) -> None:
-        """Show what the command waits for now; an unchanged text is not repeated."""
+        """Show what the command waits for now; may be called with the same text again."""
         text = shorten(text)
-        if not text or text == self._last:
+        if not text:
             return
-        self._last = text
-        line = f"{self._title}: {text}"
         if self._status is not None:
-            self._status.update(Text(line))
+            from rich.text import Text  # noqa: PLC0415 - as above
+
+            self._status.update(Text(f"{self._title}: {text}"))
+            return
+        now = self._clock.now()
+        if text != self._last:
+            print_error(f"{self._title}: {text}")
+        elif now - self._printed_at >= _REPEAT_S:
+            print_error(f"{self._title}: {text} ({now - self._started_at:.0f} s)")
         else:
-            print_error(line)
+            return
+        self._last, self._printed_at = text, now
 
 
 _STYLES = {
@@ -194,37 +211,77 @@ _STYLES = {
 _RUNNING = frozenset({"running", "updating"})
 
 
+class Cell(NamedTuple):
+    """A text with its colour on a terminal."""
+
+    text: str
+    style: str = ""
+
+
+class Table:
+    """Rows of cells under the names of their columns."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        """No columns: there is no head."""
+        self.columns = columns
+        self.rows: list[tuple[Cell, ...]] = []
+
+    def add_row(self, *cells: Cell) -> None:
+        """Add a row with a cell for each column."""
+        self.rows.append(cells)
+
+
 def table(*columns: str) -> Table:
     """An empty table."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+    return Table(columns)
 
 
-def style_state(value: str) -> Text:
+def style_state(value: str) -> Cell:
     """The name of a state in its colour."""
-    return Text(value, style=_STYLES.get(value, ""))
+    return Cell(value, _STYLES.get(value, ""))
 
 
 def print_table(title: str, rows: Table) -> None:
     """Print a table under its title, or ``title: none`` when it has no rows."""
-    console = get_console()
-    if rows.row_count:
-        console.print(Text(title, style="bold"))
-        console.print(rows)
-        console.print()
+    if rows.rows:
+        _print_rows(title, rows)
     else:
-        console.print(Text(f"{title}: none", style="bold"))
+        print_line(f"{title}: none")
+
+
+def _print_rows(title: str, rows: Table) -> None:
+    if sys.stdout.isatty():
+        from muster.cli import terminal  # noqa: PLC0415 - few commands write to one, and it is slow to import
+
+        terminal.print_table(title, rows)
+        return
+    lines = [[" ".join(cell.text.split()) for cell in row] for row in rows.rows]
+    if rows.columns:
+        lines.insert(0, list(rows.columns))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    if rows.columns:
+        shown.insert(1, "─" * (sum(widths) + 2 * len(widths) - 2))
+    print_line("\n".join([title, *shown, ""] if title else shown))
+
+
+def print_cells(*cells: Cell) -> None:
+    """Print one line of cells."""
+    if sys.stdout.isatty():
+        from muster.cli import terminal  # noqa: PLC0415 - as above
+
+        terminal.print_cells(cells)
+    else:
+        print_line(" ".join(cell.text for cell in cells))
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
     """Print names and values in two columns; empty values are left out."""
-    rows = Table(box=None, show_header=False, pad_edge=False)
+    rows = table()
     for title, value in facts.items():
         if value:
-            rows.add_row(Text(title, style="bold"), style_state(value))
-    get_console().print(rows)
+            rows.add_row(Cell(title, "bold"), style_state(value))
+    _print_rows("", rows)
 
 
 def print_replicas(replicas: Sequence[ReplicaView]) -> None:
@@ -232,11 +289,11 @@ def print_replicas(replicas: Sequence[ReplicaView]) -> None:
     rows = table("replica", "state", "host", "version", "message")
     for replica in replicas:
         rows.add_row(
-            Text(short_name(replica.replica_tag)),
+            Cell(short_name(replica.replica_tag)),
             style_state(replica.state),
-            Text(replica.host_id or "-"),
-            Text(replica.version or "-"),
-            Text(shorten(replica.message)),
+            Cell(replica.host_id or "-"),
+            Cell(replica.version or "-"),
+            Cell(shorten(replica.message)),
         )
     print_table("Replicas", rows)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import yaml
 
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
@@ -57,6 +56,9 @@ def _read_value(text: str, directory: Path, field: str) -> Any:
 
 def yaml_value(content: str, field: str) -> Any:
     """Parse YAML that JSON can represent. Raises `BadField`."""
+    # Only here: few commands read a file.
+    import yaml  # noqa: PLC0415 - as above
+
     try:
         return json.loads(json.dumps(yaml.safe_load(content), allow_nan=False))
     except yaml.YAMLError as error:

@@ -5,30 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 import typer
 
-from muster.cli.output import Progress, print_error, print_json
+from muster.cli.output import Progress, configure_logs, print_error, print_json
 from muster.client.admin import Stack, connect_stack
 from muster.client.requests import (
     DEFAULT_URL,
     DEFAULT_USER,
+    Feed,
     Listen,
     StackAddress,
     UnknownError,
     listen_to_stack,
     parse_urls,
 )
-from muster.embedded.disk import describe_full_disk
-from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
-from muster.embedded.process import OnEvent
-from muster.embedded.run_record import RunRecord, running_stack
+from muster.embedded.options import DEFAULT_STATE_DIR
+from muster.embedded.run_record import RunRecord, describe_full_disk, running_stack
 from muster.secrets import Secrets
 from serve_common.api.views import ErrorView
 from serve_common.errors import (
@@ -44,6 +43,10 @@ from serve_common.errors import (
 )
 from serve_common.identities.roles import Role
 from serve_common.runtime.settings import Environment
+
+if TYPE_CHECKING:
+    from muster.embedded.options import StackOptions
+    from muster.embedded.process import OnEvent
 
 SECRETS_DIRECTORY: Final = "secrets"
 _STORED_USERS: Final = frozenset({DEFAULT_USER, "client"})
@@ -278,8 +281,7 @@ class Session:
     ) -> None:
         """Arguments are for tests; the defaults are those of the process."""
         self._connect = connect
-        self.listen = listen
-        """Subscribes to what a stack publishes, as `listen_to_stack` does."""
+        self._listen = listen
         self._make_embedded = make_embedded
         self.environment = os.environ if environment is None else environment
         self.directory = Path.cwd() if directory is None else directory
@@ -291,6 +293,11 @@ class Session:
     def find_stack(self, options: StackChoice) -> StackAddress:
         """The address of the stack that ``options`` choose, or that the module's `find_stack` finds."""
         return find_stack(options.over(self.options), self.environment, self.directory)
+
+    def listen(self, address: StackAddress, subjects: Sequence[str]) -> AbstractAsyncContextManager[Feed]:
+        """Subscribe to what a stack publishes, as `listen_to_stack` does."""
+        configure_logs()
+        return self._listen(address, subjects)
 
     def full_disk(self) -> str | None:
         """A warning when the disk of a stack that runs from here is full; None when it is not, or none runs here."""
@@ -369,6 +376,8 @@ def _embedded_stack() -> MakeEmbedded:
     try:
         # Only here: the other commands also work where the servers are not installed.
         from muster.embedded.stack import EmbeddedStack  # noqa: PLC0415 - as above
+
+        configure_logs()
     except ImportError as error:
         raise PermanentError(
             f"the embedded stack is not installed ({error}); install muster[embedded]"

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.help import Commands
 from muster.cli.output import (
+    Cell,
+    Table,
     counts,
     format_methods,
     format_time,
@@ -102,13 +102,13 @@ def show_autoscaling(views: Sequence[AutoscalingView]) -> None:
     rows = table("name", "replicas", "limits", "load", "wanted", "verdict", "why")
     for view in views:
         rows.add_row(
-            Text(short_name(view.backend_tag)),
-            Text(str(view.num_replicas)),
-            Text(f"{view.min_replicas}-{view.max_replicas}"),
-            Text("-" if view.seen is None else f"{view.seen:.1f}"),
-            Text("-" if view.wanted is None else f"{view.wanted:.1f}"),
-            Text("paused" if view.paused else view.verdict or "-", style="yellow" if _is_odd(view) else ""),
-            Text(view.why),
+            Cell(short_name(view.backend_tag)),
+            Cell(str(view.num_replicas)),
+            Cell(f"{view.min_replicas}-{view.max_replicas}"),
+            Cell("-" if view.seen is None else f"{view.seen:.1f}"),
+            Cell("-" if view.wanted is None else f"{view.wanted:.1f}"),
+            Cell("paused" if view.paused else view.verdict or "-", style="yellow" if _is_odd(view) else ""),
+            Cell(view.why),
         )
     print_table("Autoscaling", rows)
 
@@ -155,15 +155,15 @@ def show_deployments(views: Sequence[DeploymentView]) -> None:
     )
     for view in views:
         rows.add_row(
-            Text(short_name(view.name)),
+            Cell(short_name(view.name)),
             style_state(view.status.value),
-            Text(view.version or "-"),
-            Text(view.route_prefix or "-"),
-            Text(counts(view.replicas, view.backend_config)),
-            Text(view.replica_config.import_path),
-            Text(format_time(view.started_at or None)),
-            Text(format_time(view.ended_at)),
-            Text(shorten(view.message)),
+            Cell(view.version or "-"),
+            Cell(view.route_prefix or "-"),
+            Cell(counts(view.replicas, view.backend_config)),
+            Cell(view.replica_config.import_path),
+            Cell(format_time(view.started_at or None)),
+            Cell(format_time(view.ended_at)),
+            Cell(shorten(view.message)),
         )
     print_table("Deployments", rows)
 
@@ -213,12 +213,12 @@ def _deployments(views: Sequence[DeploymentView]) -> Table:
     rows = table("name", "status", "version", "route", "replicas", "message")
     for view in views:
         rows.add_row(
-            Text(short_name(view.name)),
+            Cell(short_name(view.name)),
             style_state(view.status.value),
-            Text(view.version or "-"),
-            Text(view.route_prefix or "-"),
-            Text(counts(view.replicas, view.backend_config)),
-            Text(shorten(view.message)),
+            Cell(view.version or "-"),
+            Cell(view.route_prefix or "-"),
+            Cell(counts(view.replicas, view.backend_config)),
+            Cell(shorten(view.message)),
         )
     return rows
 
@@ -228,15 +228,13 @@ def show_hosts(views: Sequence[HostView]) -> None:
     rows = table("host", "status", "replicas", "resources", "last report")
     for view in views:
         resources = ", ".join(_amount(name, amount) for name, amount in sorted(view.resources.items()))
-        status = style_state(view.status)
-        if view.draining:
-            status.append(", drained", style="yellow")
+        status = Cell(f"{view.status}, drained", "yellow") if view.draining else style_state(view.status)
         rows.add_row(
-            Text(view.host_id),
+            Cell(view.host_id),
             status,
-            Text(str(view.num_replicas)),
-            Text(resources),
-            Text(f"{view.report_age_s:.1f} s ago"),
+            Cell(str(view.num_replicas)),
+            Cell(resources),
+            Cell(f"{view.report_age_s:.1f} s ago"),
         )
     print_table("Hosts", rows)
 
@@ -256,11 +254,11 @@ def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
     for view in views:
         behind = "" if view.applied_snapshot_id >= snapshot_id else f" of {snapshot_id}"
         rows.add_row(
-            Text(view.proxy_id),
+            Cell(view.proxy_id),
             style_state(view.status),
-            Text(view.address or "-"),
-            Text(f"{view.applied_snapshot_id}{behind}"),
-            Text(f"{view.report_age_s:.1f} s ago"),
+            Cell(view.address or "-"),
+            Cell(f"{view.applied_snapshot_id}{behind}"),
+            Cell(f"{view.report_age_s:.1f} s ago"),
         )
     return rows
 

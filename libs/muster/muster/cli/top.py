@@ -12,12 +12,13 @@ import msgspec
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from muster.cli.output import Progress, get_console, print_json, print_json_line, short_name, table
+from muster.cli.output import Cell, Progress, Table, print_json, print_json_line, short_name, table
 from muster.cli.queries import stream_command
 from muster.cli.session import Session
+from muster.cli.terminal import get_console, render
 from muster.client.admin import AdminClient
 from muster.client.requests import StackAddress
 from serve_common.api.queries import GetAutoscaling, GetLoad
@@ -203,7 +204,10 @@ def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
 
 
 def _render(rows: Sequence[TopRow], load: LoadView) -> Group:
-    shown: list[Table | Text] = [_table(rows)]
+    drawn = render(_table(rows))
+    for column in drawn.columns[1:8]:
+        column.justify = "right"
+    shown: list[RichTable | Text] = [drawn]
     if load.unreachable:
         text = f"not counted, because they do not answer: {', '.join(load.unreachable)}"
         shown.append(Text(text, style="yellow"))
@@ -212,21 +216,19 @@ def _render(rows: Sequence[TopRow], load: LoadView) -> Group:
 
 def _table(rows: Sequence[TopRow]) -> Table:
     made = table("name", "req/s", "errors/s", "p50", "p99", "queued", "in flight", "replicas", "autoscaling")
-    for column in made.columns[1:8]:
-        column.justify = "right"
     for row in rows:
         is_bad = (row.errors_per_s or 0.0) > _ERROR_SHARE_BAD * (row.requests_per_s or 0.0)
         is_short = row.running is not None and row.wanted is not None and row.running < row.wanted
         made.add_row(
-            Text(short_name(row.name)),
-            Text(_number(row.requests_per_s, 1)),
-            Text(_number(row.errors_per_s, 1), style="red" if is_bad else ""),
-            Text(_milliseconds(row.p50_s)),
-            Text(_milliseconds(row.p99_s)),
-            Text(_number(row.queued, 0), style="yellow" if row.queued else ""),
-            Text(_number(row.in_flight, 0)),
-            Text(_replicas(row), style="yellow" if is_short else ""),
-            Text(row.autoscaling or "-"),
+            Cell(short_name(row.name)),
+            Cell(_number(row.requests_per_s, 1)),
+            Cell(_number(row.errors_per_s, 1), style="red" if is_bad else ""),
+            Cell(_milliseconds(row.p50_s)),
+            Cell(_milliseconds(row.p99_s)),
+            Cell(_number(row.queued, 0), style="yellow" if row.queued else ""),
+            Cell(_number(row.in_flight, 0)),
+            Cell(_replicas(row), style="yellow" if is_short else ""),
+            Cell(row.autoscaling or "-"),
         )
     return made
 

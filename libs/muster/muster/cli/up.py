@@ -21,9 +21,10 @@ from muster.cli.queries import JsonOption
 from muster.cli.session import EmbeddedPort, ExitCode, Session, get_session
 from muster.client.admin import AdminClient
 from muster.client.requests import StackAddress
+from muster.embedded.leftovers import kill_marked
 from muster.embedded.options import CHECKOUT, DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
-from muster.embedded.run_record import RunRecord, kill_marked
+from muster.embedded.run_record import RunRecord
 from muster.secrets import Secrets
 from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetDeploymentInfo

@@ -251,7 +251,7 @@ async def listen_to_stack(address: StackAddress, subjects: Sequence[str]) -> Asy
     Raises `BusUnavailable` when NATS does not answer within seconds, and `BusAuthorizationFailed`.
     """
     # Only here: the driver takes longer to import than `muster --help` should take.
-    from muster.client.nats import NatsFeed  # noqa: PLC0415 - as above
+    from muster.client.feed import NatsFeed  # noqa: PLC0415 - as above
 
     feed = NatsFeed(address)
     try:

@@ -17,24 +17,8 @@ from typing import Final, final
 import structlog
 
 from muster.embedded.process import http_probe, http_text
+from muster.embedded.run_record import FULL_BELOW_BYTES, describe_full_disk
 from muster.embedded.services import disable_storage
-
-FULL_BELOW_BYTES: Final = 1024 * 1024
-"""Free bytes below which a disk counts as full: a log line may still fit, a database's file does not."""
-
-
-def describe_full_disk(path: Path) -> str | None:
-    """A message when the disk of ``path`` is full; None when it is not, or when that cannot be determined."""
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    free = found.f_bavail * found.f_frsize
-    if free >= FULL_BELOW_BYTES and (found.f_favail or not found.f_files):
-        return None
-    what = f"{free // 1024} KiB free" if free < FULL_BELOW_BYTES else "no inode free"
-    return f"the disk of {path} is full ({what}); make room there"
-
 
 _log = structlog.get_logger()
 

@@ -74,17 +74,6 @@ class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True):
 OnEvent = Callable[[ProcessEvent], None]
 
 
-class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """Current state of a process."""
-
-    name: str
-    pid: int
-    """Pid of the process itself (not of its guardian); 0 while it is down."""
-    is_ready: bool
-    restarts: int
-    log: str
-
-
 _TIMEOUT_S = 2.0
 _REPLY_BYTES_MAX = 4096
 

@@ -1,10 +1,9 @@
-"""``run.json``, the record of a running stack; and finding and killing leftover processes of a stack.
+"""``run.json``, the record of a running stack: where it is, and whether its disk is full.
 
 Why a lock beside the record: only the lock proves that a stack runs (the kernel drops it with the process), and only
 the record says where. The record stays after a stop, so that the next start listens on the same ports.
 
-Why processes are found by a mark in their environment: names and pids are reused and rewritten; a variable with the
-stack's random id is inherited by every descendant and by no other process.
+The command line finds stacks by this module, which therefore imports little.
 """
 
 from __future__ import annotations
@@ -13,85 +12,26 @@ import contextlib
 import fcntl
 import os
 import secrets
-import signal
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 import msgspec
-import psutil
-import structlog
 
 from muster.embedded.options import AlreadyRunning, StackFailed, StatePaths
-from muster.embedded.process import PROCESS_MARK, STACK_MARK, RunningProcess
-
-_log = structlog.get_logger()
-_GONE_TIMEOUT_S = 3.0
-
-
-def find_marked(stack_id: str, process: str | None = None) -> list[psutil.Process]:
-    """Find the processes that carry this stack's mark; with ``process``, only those of that process of the stack.
-
-    Never the calling process itself nor its ancestors: `muster up` may be run by a process within a stack.
-    """
-    own = psutil.Process()
-    excluded = {own.pid, *(parent.pid for parent in own.parents())}
-    found = []
-    for candidate in psutil.process_iter():
-        if candidate.pid in excluded:
-            continue
-        try:
-            environment = candidate.environ()
-        except (psutil.Error, OSError):
-            continue  # gone, a zombie, or another user's and so not ours
-        if environment.get(STACK_MARK) == stack_id and process in (None, environment.get(PROCESS_MARK)):
-            found.append(candidate)
-    return found
-
-
-def kill_marked(stack_id: str, process: str | None = None) -> int:
-    """Kill the marked processes and their descendants (which may have overwritten their environment).
-
-    Returns their number. Blocks for at most a few seconds.
-    """
-    victims: dict[int, psutil.Process] = {}
-    for marked in find_marked(stack_id, process):
-        victims[marked.pid] = marked
-        try:
-            victims.update((child.pid, child) for child in marked.children(recursive=True))
-        except psutil.Error:
-            continue  # it ended meanwhile; its children ended too or carry the mark themselves
-    victims.pop(os.getpid(), None)
-    for victim in victims.values():
-        try:
-            victim.send_signal(signal.SIGKILL)  # psutil compares start times: a reused pid is not hit
-        except psutil.NoSuchProcess:
-            continue
-        except psutil.AccessDenied:
-            _log.warning("leftover_cannot_be_killed", pid=victim.pid, stack_id=stack_id)
-    psutil.wait_procs(list(victims.values()), timeout=_GONE_TIMEOUT_S)
-    return len(victims)
-
-
-def reap_zombies(seen_before: frozenset[int]) -> frozenset[int]:
-    """Reap children that no other code waits for; returns the zombies that remain.
-
-    Orphans are reparented to this process when a guardian is killed. Only a zombie that also existed at the last call
-    is reaped: code that started a process and waits for it has had its chance by then.
-    """
-    zombies = set()
-    for child in psutil.Process().children():
-        try:
-            if child.status() == psutil.STATUS_ZOMBIE:
-                zombies.add(child.pid)
-                if child.pid in seen_before:
-                    os.waitpid(child.pid, os.WNOHANG)
-        except (psutil.Error, ChildProcessError):
-            continue  # reaped by other code
-    return frozenset(zombies - seen_before)
-
 
 _LOCK_ATTEMPTS = 10
+
+
+class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """Current state of a process."""
+
+    name: str
+    pid: int
+    """Pid of the process itself (not of its guardian); 0 while it is down."""
+    is_ready: bool
+    restarts: int
+    log: str
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,3 +128,20 @@ def _lock(file: IO[str]) -> bool:
         else:
             return True
     return False
+
+
+FULL_BELOW_BYTES: Final = 1024 * 1024
+"""Free bytes below which a disk counts as full: a log line may still fit, a database's file does not."""
+
+
+def describe_full_disk(path: Path) -> str | None:
+    """A message when the disk of ``path`` is full; None when it is not, or when that cannot be determined."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    free = found.f_bavail * found.f_frsize
+    if free >= FULL_BELOW_BYTES and (found.f_favail or not found.f_files):
+        return None
+    what = f"{free // 1024} KiB free" if free < FULL_BELOW_BYTES else "no inode free"
+    return f"the disk of {path} is full ({what}); make room there"

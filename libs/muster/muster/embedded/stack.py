@@ -15,14 +15,15 @@ from typing import IO, Final, Self
 import msgspec
 import structlog
 
-from muster.embedded.disk import DiskWatch, describe_full_disk
+from muster.embedded.disk import DiskWatch
+from muster.embedded.leftovers import kill_marked
 from muster.embedded.options import DEFAULT_STATE_DIR, PortTaken, StackFailed, StackOptions, StatePaths
 from muster.embedded.postgres import EmbeddedPostgres, postgres_dsn
 from muster.embedded.process import PROCESS_MARK, STACK_MARK, OnEvent, ProcessEvent, ProcessSpec
 from muster.embedded.run_record import (
     RunRecord,
+    describe_full_disk,
     get_stack_id,
-    kill_marked,
     lock_state,
     read_record,
     write_record,

@@ -18,7 +18,7 @@ from typing import IO
 
 import structlog
 
-from muster.embedded.disk import describe_full_disk
+from muster.embedded.leftovers import kill_marked, reap_zombies
 from muster.embedded.options import StackFailed, StartFailed
 from muster.embedded.process import (
     PROCESS_MARK,
@@ -27,9 +27,8 @@ from muster.embedded.process import (
     OnEvent,
     ProcessEvent,
     ProcessSpec,
-    RunningProcess,
 )
-from muster.embedded.run_record import kill_marked, reap_zombies
+from muster.embedded.run_record import RunningProcess, describe_full_disk
 from serve_common.runtime import guardian
 from serve_common.runtime.child_process import ChildLink, ChildProcess, RestartBackoff, describe_exit
 from serve_common.runtime.tasks import TaskOwner

@@ -1,11 +1,10 @@
-"""Opens a link to a NATS server, and moves a connection from one link to a newer one that has logged in again."""
+"""Dials NATS servers until one accepts, and moves a connection to a newer link that has logged in again."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-import ssl
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, final
@@ -13,14 +12,12 @@ from typing import Final, final
 import structlog
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
-from serve_common.nats.link import Link, LinkOwner
-from serve_common.nats.options import BusOptions, ServerAddress, reconnect_wait_s
+from serve_common.nats.link import Link, LinkOwner, open_link
+from serve_common.nats.options import BusOptions, reconnect_wait_s
 from serve_common.nats.protocol import (
-    Greeting,
     Message,
     ServerError,
     Subscription,
-    encode_connect,
     encode_sub,
     encode_unsub,
 )
@@ -83,66 +80,6 @@ class Dialer:
         address = self._addresses[self._turn % len(self._addresses)]
         self._turn += 1
         return await open_link(address, self._options, owner or self._owner, timeout_s)
-
-
-async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwner, timeout_s: float) -> Link:
-    """Open a link to `address`, with credentials that the server has accepted.
-
-    Raises BusAuthorizationFailed when it refuses them, and BusUnavailable for failures that may be temporary.
-    """
-    link = Link(owner, options, asyncio.get_running_loop())
-    try:
-        async with asyncio.timeout(timeout_s):
-            await _shake_hands(link, address, options)
-    except TimeoutError as error:
-        link.end(error)
-        raise BusUnavailable(f"{address}: no answer within {timeout_s:.2g} s") from error
-    except Exception as error:  # an unexpected error must not stop a client from dialling
-        link.end(error)
-        if isinstance(link.failure, BusAuthorizationFailed):
-            raise BusAuthorizationFailed(f"{address}: {link.failure}") from error
-        raise BusUnavailable(f"{address}: {error}") from error
-    except BaseException:
-        link.end(BusUnavailable("dialling was given up"))
-        raise
-    link.server = str(address)
-    link.start_keepalive()
-    return link
-
-
-async def _shake_hands(link: Link, address: ServerAddress, options: BusOptions) -> None:
-    loop = asyncio.get_running_loop()
-    transport, _ = await loop.create_connection(lambda: link, address.host, address.port)
-    if address.is_tls and options.tls_first:
-        await _secure(link, transport, address, options)
-        greeting = await link.greeting()
-    else:
-        greeting = await link.greeting()
-        _check_tls(address, greeting)
-        if address.is_tls:
-            await _secure(link, transport, address, options)
-    login = options.login_fields(greeting.nonce)
-    link.write(encode_connect(name=options.name, login=login, tls_required=address.is_tls))
-    await link.round_trip()
-
-
-async def _secure(
-    link: Link, transport: asyncio.Transport, address: ServerAddress, options: BusOptions
-) -> None:
-    authorities = ssl.create_default_context(cafile=options.tls_ca_file)
-    loop = asyncio.get_running_loop()
-    secure = await loop.start_tls(transport, link, authorities, server_hostname=address.host)
-    if secure is None:
-        raise BusUnavailable("the connection was lost in the TLS handshake")
-    link.use_transport(secure)
-
-
-def _check_tls(address: ServerAddress, greeting: Greeting) -> None:
-    # Credentials must never leave in the clear when TLS was asked for.
-    if address.is_tls and not (greeting.tls_required or greeting.tls_available):
-        raise BusUnavailable("the server does not offer TLS")
-    if greeting.tls_required and not address.is_tls:
-        raise BusUnavailable("the server requires TLS; use a tls:// URL")
 
 
 STEP_TIMEOUT_S: Final = 2.0

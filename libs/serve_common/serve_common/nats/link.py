@@ -7,14 +7,25 @@ thought of reconnects.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast, final
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
-from serve_common.nats.options import BusOptions, NatsProtocolError, NotConnected
+from serve_common.nats.options import BusOptions, NatsProtocolError, NotConnected, ServerAddress
 from serve_common.nats.outbox import Outbox, SharedSocket
-from serve_common.nats.protocol import PING, PONG, Greeting, Message, Parser, ServerError, ServerOp, Signal
+from serve_common.nats.protocol import (
+    PING,
+    PONG,
+    Greeting,
+    Message,
+    Parser,
+    ServerError,
+    ServerOp,
+    Signal,
+    encode_connect,
+)
 
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause": small, so that chunks of large bodies do not delay small requests."""
@@ -340,3 +351,63 @@ class Link(asyncio.Protocol):
         self._pongs.clear()
         self._greeted.set()
         self._writable.set()
+
+
+async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwner, timeout_s: float) -> Link:
+    """Open a link to `address`, with credentials that the server has accepted.
+
+    Raises BusAuthorizationFailed when it refuses them, and BusUnavailable for failures that may be temporary.
+    """
+    link = Link(owner, options, asyncio.get_running_loop())
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _shake_hands(link, address, options)
+    except TimeoutError as error:
+        link.end(error)
+        raise BusUnavailable(f"{address}: no answer within {timeout_s:.2g} s") from error
+    except Exception as error:  # an unexpected error must not stop a client from dialling
+        link.end(error)
+        if isinstance(link.failure, BusAuthorizationFailed):
+            raise BusAuthorizationFailed(f"{address}: {link.failure}") from error
+        raise BusUnavailable(f"{address}: {error}") from error
+    except BaseException:
+        link.end(BusUnavailable("dialling was given up"))
+        raise
+    link.server = str(address)
+    link.start_keepalive()
+    return link
+
+
+async def _shake_hands(link: Link, address: ServerAddress, options: BusOptions) -> None:
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_connection(lambda: link, address.host, address.port)
+    if address.is_tls and options.tls_first:
+        await _secure(link, transport, address, options)
+        greeting = await link.greeting()
+    else:
+        greeting = await link.greeting()
+        _check_tls(address, greeting)
+        if address.is_tls:
+            await _secure(link, transport, address, options)
+    login = options.login_fields(greeting.nonce)
+    link.write(encode_connect(name=options.name, login=login, tls_required=address.is_tls))
+    await link.round_trip()
+
+
+async def _secure(
+    link: Link, transport: asyncio.Transport, address: ServerAddress, options: BusOptions
+) -> None:
+    authorities = ssl.create_default_context(cafile=options.tls_ca_file)
+    loop = asyncio.get_running_loop()
+    secure = await loop.start_tls(transport, link, authorities, server_hostname=address.host)
+    if secure is None:
+        raise BusUnavailable("the connection was lost in the TLS handshake")
+    link.use_transport(secure)
+
+
+def _check_tls(address: ServerAddress, greeting: Greeting) -> None:
+    # Credentials must never leave in the clear when TLS was asked for.
+    if address.is_tls and not (greeting.tls_required or greeting.tls_available):
+        raise BusUnavailable("the server does not offer TLS")
+    if greeting.tls_required and not address.is_tls:
+        raise BusUnavailable("the server requires TLS; use a tls:// URL")

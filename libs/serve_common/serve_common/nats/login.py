@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
-import structlog
-
 from serve_common.clock import SystemClock
 from serve_common.errors import BusAuthorizationFailed
 from serve_common.identities.credentials import (
@@ -28,8 +26,6 @@ from serve_common.identities.credentials import (
 )
 from serve_common.nats.options import Login
 from serve_common.runtime.settings import BusSettings
-
-_log = structlog.get_logger(__name__)
 
 LOST = (
     "all processes of a role are one user of NATS: replicas can read and answer each other's requests, hosts and "
@@ -46,7 +42,10 @@ def declare_identity(settings: BusSettings) -> None:
     global _has_identity  # noqa: PLW0603 - one for the process, as its metrics are
     _has_identity = not settings.is_plain
     if settings.is_plain:
-        _log.warning("bus_has_plain_users", user=settings.user, lost=LOST)
+        # Only here: the command line logs in too, and importing it takes longer than a command.
+        import structlog  # noqa: PLC0415 - as above
+
+        structlog.get_logger(__name__).warning("bus_has_plain_users", user=settings.user, lost=LOST)
 
 
 def has_identity() -> bool:

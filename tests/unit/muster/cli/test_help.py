@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -123,10 +124,50 @@ def test_the_root_names_every_command_and_what_groups_hold(muster: Callable[...,
             assert summary.endswith(f": {', '.join(group.commands)}."), name
 
 
-def test_help_imports_nothing_heavy() -> None:
-    heavy = {"ray", "numpy", "nats", "aiohttp", "sklearn", "asyncpg", "uvloop", "cloudpickle", "starlette"}
-    code = f"import sys, muster.cli.main; print(sorted({heavy} & sys.modules.keys()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+HEAVY = {
+    *("aiohttp", "asyncpg", "attr", "cloudpickle", "email.message", "importlib.metadata", "nats", "numpy"),
+    *("opentelemetry", "prometheus_client", "psutil", "pydantic", "pygments", "ray", "rich", "sklearn"),
+    *("starlette", "structlog", "uvloop", "yaml", "zipfile"),
+}
+"""Modules that take long to import, and that no command needs which asks the controller and prints its answer."""
+QUICK = {
+    "status": "muster.cli.top muster.cli.up muster.cli.deployments muster.cli.config_options muster.embedded.stack",
+    "scale digits 3": "muster.cli.up muster.cli.status muster.embedded.stack",
+    "rollback digits": "muster.cli.up muster.cli.status muster.embedded.stack",
+    "history": "muster.cli.up muster.cli.status muster.cli.changes muster.embedded.stack",
+}
+"""Commands, and which of Muster's own modules they do not need either."""
+
+
+@pytest.mark.parametrize("words", QUICK)
+def test_a_command_imports_only_what_it_needs(words: str) -> None:
+    """With a server that nobody answers at, it comes as far as NATS."""
+    code = (
+        "import sys; from muster.cli import main\n"
+        "try: main()\n"
+        f"finally: print(*sorted(({HEAVY | {*QUICK[words].split()}}) & sys.modules.keys()), file=sys.stderr)"
     )
-    assert done.stdout.strip() == "[]"
+    nats = "nats://127.0.0.1:1"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()],
+        env={**os.environ, "MUSTER_NATS_URL": nats},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    *_, error, imported = done.stderr.splitlines()
+    assert (done.returncode, imported) == (3, ""), done.stderr
+    assert error.startswith(f"error: NATS at {nats} does not answer"), done.stderr
+
+
+def test_all_kinds_of_values_are_read_as_typer_reads_them(muster: Callable[..., Result]) -> None:
+    for words, said in {
+        ("scale", "digits", "x"): "valid integer",
+        ("goal", "wait", "goal-1", "--timeout-s", "-1"): "greater than or equal to 0",
+        ("up", "--http-port", "70000"): "less than or equal to 65535",
+        ("up", "--http-port", "1.5"): "valid integer",
+    }.items():
+        result = muster(*words)
+        assert result.exit_code == 2
+        assert said in result.stderr, result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from rich.text import Text
 from typer.testing import Result
 
-from muster.cli import output
+from muster.cli import output, terminal
 from muster.cli.logs import show_line
 from serve_common.api.views import EventView, GoalStatus, GoalView
 from serve_common.errors import BadField
@@ -108,10 +109,11 @@ def test_log_lines_tables_and_progress_are_for_people_and_not_for_terminals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_line(
-        output.get_console(), {"event": "log", "logger": HOSTILE, "message": HOSTILE, "exception": TRACEBACK}
+        terminal.get_console(),
+        {"event": "log", "logger": HOSTILE, "message": HOSTILE, "exception": TRACEBACK},
     )
     show_line(
-        output.get_console(), {"event": HOSTILE, "replica_tag": HOSTILE, HOSTILE: HOSTILE, "level": HOSTILE}
+        terminal.get_console(), {"event": HOSTILE, "replica_tag": HOSTILE, HOSTILE: HOSTILE, "level": HOSTILE}
     )
     check(capsys.readouterr().out)
     with output.Progress(HOSTILE) as progress:
@@ -122,7 +124,7 @@ def test_log_lines_tables_and_progress_are_for_people_and_not_for_terminals(
 def test_colours_of_our_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    console = output.get_console()
+    console = terminal.get_console()
     console.file = io.StringIO()
     console.print(Text("\x1b[31mred", style="bold"))
     assert console.file.getvalue() == "\x1b[1m�[31mred\x1b[0m\n"
@@ -147,7 +149,7 @@ def test_an_answer_is_exact_unless_it_is_for_a_terminal(
 def test_lines_of_libraries_are_plain_too() -> None:
     record = logging.LogRecord("nats", logging.ERROR, "x", 1, "said %s", (HOSTILE,), None)
     check(output.PlainFormatter().format(record))
-    told = output.plain_event(None, "warning", {"event": HOSTILE, "error": ValueError(HOSTILE)})
+    told = output._plain_event(None, "warning", {"event": HOSTILE, "error": ValueError(HOSTILE)})
     check("".join(map(str, told.values())))
 
 
@@ -155,3 +157,57 @@ def test_line_breaks_tabs_and_letters_of_all_languages_stay() -> None:
     text = "日本語 grüß\tא ب 🙂\r\nnext\n"
     assert output.plain(text) == text.replace("\r\n", "\n")
     assert output.plain("\ud800") == "�"
+
+
+def test_what_is_piped_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = output.table("name", "message")
+    rows.add_row(output.Cell("digits"), output.Cell("word " * 100 + "end\nnext", "red"))
+    output.print_table("Deployments", rows)
+    title, head, rule, row, *rest = capsys.readouterr().out.splitlines()
+    assert (title, head, rest) == ("Deployments", "name    message", [""])
+    assert set(rule) == {"─"}
+    assert row == f"digits  {'word ' * 100}end next"
+
+
+def test_a_terminal_gets_tables_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = output.table("name", "message")
+    rows.add_row(output.Cell("digits"), output.Cell("word " * 20, "red"))
+    output.print_table("Deployments", rows)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert shown.count("word") == 20
+    assert max(map(len, shown.splitlines())) <= 40, shown
+
+
+class MovedClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def now(self) -> float:
+        return self.at
+
+
+def test_a_slow_change_is_told_of_every_few_seconds_off_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = MovedClock()
+    with output.Progress("digits", clock) as progress:
+        for at, text in (
+            (1, "0 of 1 run"),
+            (2, "0 of 1 run"),
+            (6.5, "0 of 1 run"),
+            (7, "1 of 1 run"),
+            (9, ""),
+        ):
+            clock.at = 100.0 + at
+            progress.show(text)
+    assert capsys.readouterr().err.splitlines() == [
+        "digits: 0 of 1 run",
+        "digits: 0 of 1 run (6 s)",
+        "digits: 1 of 1 run",
+    ]

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from enum import Enum
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.transport import TcpTransport
 
 from muster.client.admin import AdminClient, Caller, default_principal
 from muster.client.nats import NatsRequests
@@ -59,6 +56,7 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.names import GoalId
+from serve_common.nats.protocol import Message
 from serve_common.protocol.subjects import Subjects
 
 Reply = AdminReply | Exception
@@ -440,89 +438,106 @@ def test_what_is_no_url_is_refused_by_name_and_without_its_password(url: str) ->
     assert "secret" not in str(caught.value)
 
 
-# That a caller who is told to stop stops, though the answer came in the same moment.
+# Over a bus that a test plays: bytes of NATS' protocol.
+
+INFO = b'INFO {"max_payload": 1048576}\r\n'
 
 
-class WaitingClient:
-    """Waits for an answer as nats-py does."""
-
-    is_connected = True
+class PlayedNats:
+    """A server for one client at a time, which lets everybody in and leaves requests to the test."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self.requests: asyncio.Queue[tuple[bytes, asyncio.StreamWriter]] = asyncio.Queue()
+        """The subject of each reply, and where to write it."""
+        self.connections: list[asyncio.StreamWriter] = []
 
-    async def request(self, subject: str, body: bytes, *, timeout: float, headers: object) -> Msg:
-        return await asyncio.wait_for(self.answer, timeout)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections.append(writer)
+        writer.write(INFO)
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+            elif line.startswith(b"PUB"):
+                self.requests.put_nowait((line.split()[2], writer))
+                await reader.readline()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[NatsRequests]:
+        async with await asyncio.start_server(self.serve, "127.0.0.1", 0) as server:
+            url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            requests = NatsRequests(StackAddress(urls=(url,)))
+            try:
+                yield requests
+            finally:
+                await requests.close()
+                for writer in self.connections:
+                    writer.close()
 
 
-def requests_over(client: WaitingClient) -> NatsRequests:
-    requests = NatsRequests(StackAddress(urls=("nats://127.0.0.1:1",)))
-    requests._client = cast(Client, client)
-    return requests
+def reply(subject: bytes, payload: bytes) -> bytes:
+    return b"MSG %b 1 %d\r\n%b\r\n" % (subject, len(payload), payload)
 
 
 async def test_who_is_cancelled_as_the_answer_comes_is_cancelled() -> None:
-    client = WaitingClient()
-    asking = asyncio.get_running_loop().create_task(requests_over(client).request("s", b"", timeout_s=5.0))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    client.answer.set_result(Msg(cast(Client, client), "s", "", b"x"))
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
+    nats = PlayedNats()
+    async with nats.running() as requests:
+        asking = asyncio.get_running_loop().create_task(requests.request("s", b"", timeout_s=5.0))
+        subject, _writer = await nats.requests.get()
+        requests.take_message(Message(subject, 1, b"", b"x"))
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
 
 async def test_who_was_cancelled_earlier_and_cleans_up_is_answered() -> None:
-    client = WaitingClient()
-    requests = requests_over(client)
+    nats = PlayedNats()
+    async with nats.running() as requests:
 
-    async def clean_up() -> bytes:
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            answer = await requests.request("s", b"", timeout_s=5.0)
-            return answer.body
-        raise AssertionError
+        async def clean_up() -> bytes:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                answer = await requests.request("s", b"", timeout_s=5.0)
+                return answer.body
+            raise AssertionError
 
-    cleaning = asyncio.get_running_loop().create_task(clean_up())
-    await asyncio.sleep(0)
-    cleaning.cancel()
-    await asyncio.sleep(0)
-    client.answer.set_result(Msg(cast(Client, client), "s", "", b"gone"))
-    assert await cleaning == b"gone"
-
-
-async def test_a_connection_that_ended_by_itself_leaves_no_socket_open() -> None:
-    """nats-py calls itself closed before its socket is, and leaves that open if sending the last bytes fails."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        _, writer = await asyncio.open_connection(sock=ours)
-        client = Client()
-        client._status = Client.CLOSED
-        client._transport = TcpTransport()
-        client._transport._io_writer = writer
-        requests = NatsRequests(StackAddress(urls=("nats://127.0.0.1:1",)))
-        requests._client = client
-        await requests.close()
-        assert writer.is_closing()
-        await writer.wait_closed()
+        cleaning = asyncio.get_running_loop().create_task(clean_up())
+        await asyncio.sleep(0)
+        cleaning.cancel()
+        subject, writer = await nats.requests.get()
+        writer.write(reply(subject, b"gone"))
+        assert await cleaning == b"gone"
 
 
-async def test_a_lost_connection_is_closed_before_the_next_is_opened() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        _, writer = await asyncio.open_connection(sock=ours)
-        lost = Client()
-        lost._status = Client.CLOSED
-        lost._transport = TcpTransport()
-        lost._transport._io_writer = writer
-        requests = NatsRequests(StackAddress(urls=("nats://127.0.0.1:1",)))
-        requests._client = lost
-        with pytest.raises(BusUnavailable):
-            await requests.connect(within_s=0.1)
-        assert writer.is_closing()
-        await requests.close()
-        await writer.wait_closed()
+async def test_replies_reach_their_requests_and_late_ones_nobody() -> None:
+    nats = PlayedNats()
+    async with nats.running() as requests:
+        asked = [
+            asyncio.get_running_loop().create_task(requests.request("s", b"", timeout_s=5.0))
+            for _ in range(2)
+        ]
+        first, writer = await nats.requests.get()
+        second, _writer = await nats.requests.get()
+        writer.write(reply(second, b"2") + reply(first, b"1") + reply(first, b"again"))
+        assert [each.body for each in await asyncio.gather(*asked)] == [b"1", b"2"]
+        with pytest.raises(NoReply, match="nothing came within"):
+            await requests.request("s", b"", timeout_s=0.05)
+        assert not requests._waiting
+
+
+async def test_a_lost_connection_ends_its_requests_and_the_next_one_opens_another() -> None:
+    nats = PlayedNats()
+    async with nats.running() as requests:
+        asking = asyncio.get_running_loop().create_task(requests.request("s", b"", timeout_s=60.0))
+        _subject, writer = await nats.requests.get()
+        writer.transport.abort()
+        with pytest.raises(NoReply, match="was lost"):
+            await asking
+        again = asyncio.get_running_loop().create_task(requests.request("s", b"", timeout_s=60.0))
+        subject, writer = await nats.requests.get()
+        writer.write(reply(subject, b"here"))
+        assert (await again).body == b"here"
+        assert len(nats.connections) == 2
 
 
 async def test_connecting_ends_with_its_cancellation_where_nats_accepts_and_says_nothing() -> None:

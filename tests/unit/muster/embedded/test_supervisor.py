@@ -19,11 +19,17 @@ import typer
 from structlog.testing import capture_logs
 
 from muster.cli.session import Session
-from muster.embedded import run_record as leftovers
-from muster.embedded.disk import DiskWatch, describe_full_disk
+from muster.embedded import leftovers
+from muster.embedded.disk import DiskWatch
 from muster.embedded.options import CHECKOUT, StackFailed, StackOptions, StartFailed, StatePaths
 from muster.embedded.process import Happened, ProcessEvent, ProcessSpec
-from muster.embedded.run_record import RunRecord, lock_state, read_record, write_record
+from muster.embedded.run_record import (
+    RunRecord,
+    describe_full_disk,
+    lock_state,
+    read_record,
+    write_record,
+)
 from muster.embedded.services import ServiceSpecs, disable_storage
 from muster.embedded.stack import EmbeddedStack
 from muster.embedded.supervisor import Supervisor, last_lines, open_log, rotate_at_start, truncate_large_log
