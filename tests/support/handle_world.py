@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -65,7 +66,7 @@ class World:
     """Bus, replies, bucket and router in one; to be made on a running loop."""
 
     def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self.is_connected = True
         self.is_responding = True
         self.receivers: dict[bytes, tuple[Callable[..., None], Callable[[], None]]] = {}
@@ -115,6 +116,9 @@ class World:
     def post(self, call: HandleCall) -> None:
         self._mailbox.put(call)
 
+    def submit(self, question: Callable[[HandleRouter], Coroutine[Any, Any, Any]]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(question(self.router), self._loop)
+
     # -- a bucket --
 
     def deploy(
@@ -163,8 +167,8 @@ class World:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    def handle(self, name: str = "a", app_name: str | None = None) -> DeploymentHandle:
-        return get_deployment_handle(name, app_name)
+    def handle(self, name: str = "a", app_name: str = "default") -> DeploymentHandle:
+        return get_deployment_handle(name, app_name, _check_exists=False)
 
 
 TAG = ReplicaTag("default/a#0")
@@ -173,6 +177,7 @@ TAG = ReplicaTag("default/a#0")
 def make_world(monkeypatch: pytest.MonkeyPatch, *deployed: str) -> World:
     world = World()
     monkeypatch.setattr(handle_module, "runtime", lambda: world)
+    monkeypatch.setattr(handle_module, "is_running", lambda: True)
     if deployed:
         world.deploy(*deployed)
     return world

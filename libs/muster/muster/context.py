@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from serve_common.errors import PermanentError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 
@@ -33,8 +34,10 @@ base_context: Final[Context] = copy_context()
 tasks that serve several requests."""
 
 
-class NotInReplica(RuntimeError):
+class NotInReplica(PermanentError, RuntimeError):
     """The function is only available in a replica's process."""
+
+    error_code = "not_in_replica"
 
 
 class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from muster.handles.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
+from muster.handles.handle import DeploymentHandle
+from muster.handles.responses import (
+    DeploymentBroadcastResponse,
+    DeploymentResponse,
+    DeploymentResponseGenerator,
+)
 
-__all__ = ["DeploymentHandle", "DeploymentResponse", "DeploymentResponseGenerator"]
+__all__ = [
+    "DeploymentBroadcastResponse",
+    "DeploymentHandle",
+    "DeploymentResponse",
+    "DeploymentResponseGenerator",
+]

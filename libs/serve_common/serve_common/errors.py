@@ -19,6 +19,11 @@ class ServeError(Exception):
     is_of_call: bool = False
     """True when a call by handle ended with it; code that lets it propagate fails with the same status."""
 
+    @property
+    def message(self) -> str:
+        """The error in words, as `str` gives it; Ray Serve's name for it."""
+        return str(self)
+
 
 class CommandRefused(ServeError):
     """The command is invalid, or conflicts with the current state; nothing was changed."""

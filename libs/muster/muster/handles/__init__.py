@@ -6,18 +6,18 @@ caller's deadline, its cancellation and the exception as it was raised. Names an
 
 from __future__ import annotations
 
-from muster.handles.handle import (
-    DeploymentHandle,
+from muster.handles.handle import DeploymentHandle, get_app_handle, get_deployment_handle
+from muster.handles.options import BackPressureError, RequestCancelled, RequestCancelledError
+from muster.handles.responses import (
+    DeploymentBroadcastResponse,
     DeploymentResponse,
     DeploymentResponseGenerator,
-    get_app_handle,
-    get_deployment_handle,
 )
-from muster.handles.options import BackPressureError, RequestCancelled, RequestCancelledError
 from muster.handles.runtime import connect, disconnect
 
 __all__ = [
     "BackPressureError",
+    "DeploymentBroadcastResponse",
     "DeploymentHandle",
     "DeploymentResponse",
     "DeploymentResponseGenerator",

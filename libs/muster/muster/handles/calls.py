@@ -337,6 +337,22 @@ class HandleCall:
         self.wait_until = 0.0
         """By the router's clock, while it waits for the bucket, its endpoint or its sources."""
 
+    def copy(self, body: bytes, post: Callable[[HandleCall], None]) -> HandleCall:
+        """An equal call for another replica; without a trace and without sources, whose values are in ``body``."""
+        return HandleCall(
+            endpoint=self.endpoint,
+            head=self.head,
+            body=body,
+            sources=None,
+            shard_key="",
+            is_repeatable=False,
+            deadline=self.deadline,
+            request_id=self.request_id,
+            traceparent=self.traceparent,
+            code_versions=None,
+            post=post,
+        )
+
     # -- any thread --
 
     @property

@@ -1,186 +1,44 @@
-"""Deployment handles, and the responses that `remote()` returns."""
+"""Deployment handles, and how they are found by name."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from typing import Any, Final, NoReturn, final
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, Generic, NoReturn, final
 
 import msgspec
+from typing_extensions import TypeVar
 
-from muster.handles.calls import (
-    NO_MORE,
-    NOTHING_YET,
-    ArgumentSources,
-    CallOutcome,
-    HandleCall,
-    ItemStream,
-    bind_to_request,
-    start_call,
+from muster.handles.calls import ArgumentSources, HandleCall, bind_to_request, start_call
+from muster.handles.options import HandleOptions, check_options, check_serialization, compute_deadline
+from muster.handles.pickles import pickle_arguments, pickle_one
+from muster.handles.responses import (
+    DeploymentBroadcastResponse,
+    DeploymentResponse,
+    DeploymentResponseGenerator,
 )
-from muster.handles.options import HandleOptions, RequestCancelled, check_options, compute_deadline
-from muster.handles.pickles import pickle_arguments, pickle_one, to_exception, unpickle
-from muster.handles.runtime import runtime
-from muster.handles.wakeups import check_not_on_loop, make_waiter, wait_in_thread
+from muster.handles.runtime import is_running, runtime
 from serve_common.clock import SystemClock
-from serve_common.dispatch.errors import ResponseUnusable
-from serve_common.errors import ServeError
-from serve_common.names import DEFAULT_APPLICATION, check_name
+from serve_common.errors import BadField, NotFound, PermanentError
+from serve_common.names import check_name
 from serve_common.protocol.frames import CallHead
 from serve_common.runtime.request_context import current_replica, request_context
 from serve_common.telemetry.request_traces import process_tracer
 
+T = TypeVar("T", default=Any)
+"""The deployment's class, for annotations such as ``DeploymentHandle[Model]``."""
 
-class _Response:
-    """Base of both kinds of responses."""
-
-    def __init__(self, call: HandleCall) -> None:
-        self._call = call
-
-    @property
-    def request_id(self) -> str:
-        """The id of the request in the logs of all replicas."""
-        return self._call.request_id
-
-    def cancel(self) -> None:
-        """Cancel the call: the replica's task is cancelled at once. Does nothing when the response has arrived."""
-        self._call.cancel()
-
-    def cancelled(self) -> bool:
-        """True once the call has ended because it was cancelled."""
-        outcome = self._call.outcome
-        return outcome is not None and isinstance(outcome.failure, RequestCancelled)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled; pass it to remote() as an argument by itself, "
-            "or await it first when it stands within another value"
-        )
+FIND_TIMEOUT_S: Final = 20.0
+"""Seconds that a search for a deployment may take; its own limits end it before."""
 
 
-@final
-class DeploymentResponse(_Response):
-    """The response of one call: ``await response``, any number of times, or ``response.result()``.
+class DeploymentNotFound(NotFound, KeyError):
+    """There is no deployment of that name in that application; Ray Serve raises KeyError."""
 
-    Passed directly as an argument of another ``remote()``, it is awaited and replaced by its value. An exception of the
-    deployment is raised here, with its remote traceback as a note; other failures raise a `ServeError`.
-    """
-
-    def __init__(self, call: HandleCall) -> None:
-        """Created by `DeploymentHandle.remote`."""
-        super().__init__(call)
-        self._value: Any = None
-        self._error: Exception | None = None
-        self._is_read = False
-
-    @property
-    def call(self) -> HandleCall:
-        """The underlying call; for `DeploymentHandle`."""
-        return self._call
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        call = self._call
-        if call.outcome is None:
-            waiter, waker = make_waiter()
-            call.add_done_waker(waker)
-            try:
-                yield from waiter.__await__()
-            except asyncio.CancelledError:
-                call.cancel()
-                raise
-        return self._read()
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Block until the response has arrived.
-
-        Raises TimeoutError after ``timeout_s`` (the call goes on), and RuntimeError on the thread of a running event
-        loop, which would wait for itself.
-        """
-        call = self._call
-        if not wait_in_thread(call.wakers, lambda: call.outcome is not None, timeout_s):
-            raise TimeoutError(f"no answer within {timeout_s:g} s")
-        return self._read()
-
-    def _read(self) -> Any:
-        if not self._is_read:
-            outcome = self._call.outcome
-            assert outcome is not None
-            self._take(outcome)
-            self._is_read = True
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._value
-
-    def _take(self, outcome: CallOutcome) -> None:
-        if outcome.failure is not None:
-            self._error = to_exception(outcome.failure)
-            return
-        assert outcome.body is not None
-        try:
-            self._value = unpickle(outcome.body)
-        except ResponseUnusable as error:
-            self._error = to_exception(error)
-
-
-@final
-class DeploymentResponseGenerator(_Response):
-    """The items of a streamed response: ``async for`` on a loop, ``for`` in a plain thread; each item is read once.
-
-    Dropping it before its end cancels the call.
-    """
-
-    def __init__(self, call: HandleCall, items: ItemStream) -> None:
-        """Created by `DeploymentHandle.remote`."""
-        super().__init__(call)
-        self._items = items
-
-    def __await__(self) -> NoReturn:
-        raise TypeError("a streamed answer is not awaited: use `async for`, or `await anext(response)`")
-
-    def result(self, timeout_s: float | None = None) -> NoReturn:  # noqa: ARG002 - the signature of DeploymentResponse
-        """Raises TypeError: there is no single result."""
-        raise TypeError("a streamed answer has no single result: use `for`, or `next(response)`")
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        while (item := self._next()) is NOTHING_YET:
-            waiter, waker = make_waiter()
-            self._items.wakers.add(waker)
-            if self._items.has_data:
-                continue
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                self._call.cancel()
-                raise
-        if item is NO_MORE:
-            raise StopAsyncIteration
-        return item
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        check_not_on_loop()
-        items = self._items
-        while (item := self._next()) is NOTHING_YET:
-            wait_in_thread(items.wakers, lambda: items.has_data, None)
-        if item is NO_MORE:
-            raise StopIteration
-        return item
-
-    def _next(self) -> Any:
-        try:
-            return self._items.next_item()
-        except ServeError as error:
-            raise to_exception(error) from None
-
-    def __del__(self) -> None:
-        self._call.cancel()
+    __str__ = Exception.__str__  # that of KeyError shows the message in quotes
 
 
 _DEFAULTS: Final = HandleOptions()
@@ -196,7 +54,7 @@ _UNSET: Any = _Unset()
 
 
 @final
-class DeploymentHandle:
+class DeploymentHandle(Generic[T]):
     """Calls one deployment: ``handle.remote(…)`` calls ``__call__``, ``handle.method.remote(…)`` another method.
 
     Why it has names and options only: handles are pickled into replicas, kept over redeployments, and created by the
@@ -230,6 +88,30 @@ class DeploymentHandle:
     def app_name(self) -> str:
         """The application that the deployment belongs to."""
         return self._app_name
+
+    @property
+    def is_initialized(self) -> bool:
+        """True once the router that all handles of this process share was started, by a call or `_init`."""
+        return self._post is not None or is_running()
+
+    def _init(
+        self, *, _prefer_local_routing: bool = False, _run_router_in_separate_loop: bool = True
+    ) -> None:
+        """Start the router now instead of with the first call. It runs on a thread of its own in any case."""
+        if not _run_router_in_separate_loop:
+            raise BadField(
+                "_run_router_in_separate_loop", "must be true: one router serves the whole process"
+            )
+        _warn_of_locality(_prefer_local_routing)
+        if self._post is None:
+            runtime()
+
+    def running_replicas_populated(self) -> bool:
+        """Whether the router knows running replicas of the deployment; false before it was started."""
+        if self._post is not None or not is_running():
+            return self._post is not None
+        count = runtime().submit(lambda router: router.count_replicas(self._endpoint))
+        return count.result(FIND_TIMEOUT_S) > 0
 
     def remote(self, *args: Any, **kwargs: Any) -> DeploymentResponse | DeploymentResponseGenerator:
         """Call the deployment with these arguments; returns at once.
@@ -287,14 +169,27 @@ class DeploymentHandle:
         relative_slo_ms: float | None = _UNSET,
         absolute_slo_ms: float | None = _UNSET,
         idempotent: bool = _UNSET,
+        request_serialization: str = _UNSET,
+        response_serialization: str = _UNSET,
         _prefer_local_routing: bool = _UNSET,
-    ) -> DeploymentHandle:
+        _by_reference: bool = _UNSET,
+    ) -> DeploymentHandle[T]:
         """Return a handle for the same deployment with changed options; others stay. Raises `BadField`.
 
         ``shard_key``: calls with the same key go to the same backend and replica; ``session_id`` is Ray Serve's name
         for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the response must start by
         then; the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
+
+        Values travel by value and pickled: ``_by_reference=True`` and serializations other than ``cloudpickle`` and
+        ``pickle`` are refused. Replicas are not chosen by their machine: ``_prefer_local_routing=True`` warns.
         """
+        check_serialization("request_serialization", request_serialization, _UNSET)
+        check_serialization("response_serialization", response_serialization, _UNSET)
+        if _by_reference not in (_UNSET, False):
+            raise BadField(
+                "_by_reference", "is not possible: values travel as bytes, without Ray's object store"
+            )
+        _warn_of_locality(_prefer_local_routing not in (_UNSET, False))
         overrides = {
             "method_name": method_name,
             "model_id": multiplexed_model_id,
@@ -308,6 +203,47 @@ class DeploymentHandle:
         changed = {name: value for name, value in overrides.items() if value is not _UNSET}
         options = check_options(msgspec.structs.replace(self._options, **changed))
         return DeploymentHandle(self._deployment_name, self._app_name, options, post=self._post)
+
+    def broadcast(self, method_name: str, *args: Any, **kwargs: Any) -> DeploymentBroadcastResponse:
+        """Call a method on every running replica once; returns at once.
+
+        Whatever a replica has in flight, it gets the call too, and runs it when one of its slots is free; a call that
+        its replica refuses or loses fails and goes to no other. For rare tasks, such as clearing caches. Raises as
+        `remote` does, `BadField` for an invalid name; an unknown deployment raises `NotFound` in the response.
+        """
+        if self._post is not None:  # local testing mode: the one replica
+            [call] = [self.options(method_name=method_name, stream=False).remote(*args, **kwargs).call]
+            done: Future[list[HandleCall]] = Future()
+            done.set_result([call])
+            return DeploymentBroadcastResponse(done)
+        options = check_options(msgspec.structs.replace(self._options, method_name=method_name, stream=False))
+        unsent: list[HandleCall] = []
+        call = (
+            DeploymentHandle(self._deployment_name, self._app_name, options, post=unsent.append)
+            .remote(*args, **kwargs)
+            .call
+        )
+        running = runtime()
+        return DeploymentBroadcastResponse(
+            running.submit(lambda router: router.broadcast(call, running.post))
+        )
+
+    def choose_replica(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises `PermanentError`: a call is routed when it is made."""
+        raise PermanentError(
+            "choose_replica() is not there: a replica is chosen when a call is made; options(session_id=…) sends calls "
+            "of one key to one replica, and broadcast() calls every replica"
+        )
+
+    def dispatch(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises `PermanentError`, as `choose_replica`."""
+        raise PermanentError("dispatch() is not there, as choose_replica() is not: use remote()")
+
+    def shutdown(self) -> None:
+        """Do nothing: a handle has nothing of its own. `muster.disconnect` ends the router of this process."""
+
+    async def shutdown_async(self) -> None:
+        """As `shutdown`."""
 
     def __getattr__(self, name: str) -> DeploymentHandle:
         if name.startswith("_"):
@@ -324,8 +260,16 @@ class DeploymentHandle:
         return _local_handle, (*names, id(self._post))
 
     def __repr__(self) -> str:
-        method = f", method_name={self._options.method_name!r}" if self._options.method_name else ""
-        return f"DeploymentHandle({self._endpoint!r}{method})"
+        return f"DeploymentHandle(deployment={self._deployment_name!r})"
+
+
+def _warn_of_locality(is_wanted: bool) -> None:  # noqa: FBT001 - its only argument
+    if is_wanted:
+        warnings.warn(
+            "_prefer_local_routing has no effect in Muster: replicas are chosen by their load, whatever their machine",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 _local_posts: Final[dict[int, Callable[[HandleCall], None]]] = {}
@@ -336,27 +280,50 @@ def _local_handle(deployment_name: str, app_name: str, options: HandleOptions, p
     return DeploymentHandle(deployment_name, app_name, options, post=_local_posts[post])
 
 
-def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> DeploymentHandle:
-    """Return a handle for a deployment, which need not exist yet; ``application/deployment`` gives both names.
+def get_deployment_handle(
+    deployment_name: str,
+    app_name: str | None = None,
+    _check_exists: bool = True,  # noqa: FBT001, FBT002 - Ray Serve's signature
+    _record_telemetry: bool = True,  # noqa: FBT001, FBT002 - as above
+) -> DeploymentHandle:
+    """Return a handle for a deployment; ``application/deployment`` gives both names.
 
-    ``app_name`` defaults to the own application in a replica, elsewhere to ``default``. Raises `BadField` for an
-    invalid name.
+    ``app_name`` defaults to the own application in a replica, and must be given elsewhere. Waits for the routing state,
+    at most 10 s, and raises `DeploymentNotFound` (a `NotFound` and KeyError) when there is no such deployment; without
+    ``_check_exists`` it returns at once, and the first call raises. Raises `BadField` for an invalid name, and
+    `BusUnavailable` when NATS does not answer.
     """
     if app_name is None and "/" in deployment_name:
         app_name, _, deployment_name = deployment_name.partition("/")
+    check_name(deployment_name, "deployment_name")
     if app_name is None:
         replica = current_replica()
-        app_name = DEFAULT_APPLICATION if replica is None else replica.backend_tag.partition("/")[0]
+        if replica is None:
+            raise BadField(
+                "app_name",
+                "Please specify an application name when getting a deployment handle outside of a Serve application; "
+                "deployments that were deployed by a bare name are in 'default'",
+            )
+        app_name = replica.backend_tag.partition("/")[0]
     check_name(app_name, "app_name")
-    return DeploymentHandle(check_name(deployment_name, "deployment_name"), app_name)
+    if _check_exists and not _exists(f"{app_name}/{deployment_name}"):
+        raise DeploymentNotFound(f"Deployment(name='{deployment_name}', app='{app_name}') does not exist.")
+    return DeploymentHandle(deployment_name, app_name)
 
 
 def get_app_handle(name: str) -> DeploymentHandle:
     """Return a handle for the ingress of an application: its only deployment, or the one that has a route.
 
-    The ingress is resolved for each call. Raises `BadField` for an invalid name.
+    The ingress is resolved for each call. Waits for the routing state, at most 10 s. Raises `NotFound` for an unknown
+    application, `BadField` for an invalid name, and `BusUnavailable` when NATS does not answer.
     """
-    return DeploymentHandle("", check_name(name, "name"))
+    if not _exists(f"{check_name(name, 'name')}/"):
+        raise NotFound(f"Application '{name}' does not exist.")
+    return DeploymentHandle("", name)
+
+
+def _exists(endpoint: str) -> bool:
+    return runtime().submit(lambda router: router.find(endpoint)).result(FIND_TIMEOUT_S) is not None
 
 
 def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, ArgumentSources | None]:
@@ -380,5 +347,7 @@ def _pickle_argument(value: Any) -> Any:
     if isinstance(value, DeploymentResponse):
         return value.call
     if isinstance(value, DeploymentResponseGenerator):
-        raise TypeError("a streamed answer cannot be an argument of another call; read it first")
+        raise RuntimeError(  # noqa: TRY004 - Ray Serve's type
+            "a streamed response cannot be an argument of another call; read it first"
+        )
     return pickle_one(value)

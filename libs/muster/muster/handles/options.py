@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from serve_common.dispatch.admission import CLIENT_GONE
-from serve_common.dispatch.errors import QueueIsFull
-from serve_common.errors import BadField, LimitReached, NoReplicaAvailable, PermanentError, RequestFailed
+from serve_common.dispatch.errors import BackendUnavailable, QueueIsFull
+from serve_common.errors import BadField, LimitReached, PermanentError, RequestFailed
 
 
 class RequestCancelled(RequestFailed):
@@ -34,7 +34,7 @@ class ArgumentsTooLarge(LimitReached):
 
 # The names of Ray Serve.
 BackPressureError = QueueIsFull
-DeploymentUnavailableError = NoReplicaAvailable
+DeploymentUnavailableError = BackendUnavailable
 RequestCancelledError = RequestCancelled
 
 
@@ -61,6 +61,15 @@ class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Time by which the response must start, in milliseconds since 1970; None means no limit of its own."""
     is_repeatable: bool = False
     """Whether the call may be sent to another replica after its replica died; set by ``idempotent``."""
+
+
+_SERIALIZATIONS: Final = ("cloudpickle", "pickle")
+
+
+def check_serialization(field: str, value: Any, unset: Any) -> None:
+    """Raise `BadField` unless ``value`` is ``unset`` or a serialization by pickle, which is the only one."""
+    if value is not unset and value not in _SERIALIZATIONS:
+        raise BadField(field, f"{str(value)[:40]!r} is not possible: calls between replicas are pickled")
 
 
 def check_options(options: HandleOptions) -> HandleOptions:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, final
 
 import structlog
 
-from muster.handles.calls import CallOutcome, HandleCall, get_headers
+from muster.handles.calls import ArgumentSources, CallOutcome, HandleCall, get_headers
 from muster.handles.options import CallNotAllowed, RequestCancelled
-from muster.handles.pickles import BODY_BYTES_MAX
+from muster.handles.pickles import BODY_BYTES_MAX, to_exception
+from muster.handles.wakeups import make_waiter
 from serve_common.config.backend import allows
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Call, RequestSpec, Response, ResponseBody
@@ -24,7 +25,7 @@ from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
-from serve_common.names import BackendTag, EndpointTag
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.frames import RequestKind
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
@@ -58,6 +59,8 @@ class HandleRouter:
         """Waiting calls, with the most seconds that each waits for its current reason."""
         self._is_sweeping = False
         self._ingresses: dict[str, Endpoint] = {}
+        self._changed = asyncio.Event()
+        """Set and replaced at every change of the routes."""
         self.routing_error = "not connected to NATS yet"
         """Error message of calls that waited for the bucket in vain."""
         self.failure: ServeError | None = None
@@ -138,12 +141,11 @@ class HandleRouter:
                 self._waiting.pop(call, None)
                 call.finish(source.outcome)
                 return False
-        call.body = sources.joined()
-        call.sources = None
+        call.body, call.sources = sources.joined(), None
         self._waiting.pop(call, None)  # the reason to wait has changed
         return True
 
-    def _send(self, call: HandleCall) -> None:
+    def _send(self, call: HandleCall, replica: ReplicaTag | None = None) -> None:
         if not self._routes.is_filled:
             self._wait(call, BUCKET_WAIT_S)
             return
@@ -175,7 +177,7 @@ class HandleRouter:
             deadline=self._loop.time() + left_s,
             trace=call.trace,
         )
-        if endpoint.shadows:
+        if endpoint.shadows and replica is None:
             self._shadows.copy(spec)
 
         def on_response(routed: Call, response: Response) -> None:
@@ -184,7 +186,10 @@ class HandleRouter:
         def on_error(_routed: Call, error: ServeError) -> None:
             call.fail(error)
 
-        routed = self._dispatcher.start(spec, on_response, on_error)
+        if replica is None:
+            routed = self._dispatcher.start(spec, on_response, on_error)
+        else:
+            routed = self._dispatcher.start_at(replica, spec, on_response, on_error)
         if call.outcome is None:
             call.routed = routed
 
@@ -203,6 +208,65 @@ class HandleRouter:
             if found:
                 ingress = self._ingresses[name] = found[0]
         return ingress
+
+    # -- questions, and calls of all replicas --
+
+    async def find(self, name: str) -> Endpoint | None:
+        """The endpoint that a call of ``name`` would go to, or None.
+
+        Waits for the bucket, and `ENDPOINT_GRACE_S` for what was deployed a moment ago. Raises `BusUnavailable` and
+        what `fail_all` was called with.
+        """
+        filled_at: float | None = None
+        started_at = self._loop.time()
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            deadline = started_at + BUCKET_WAIT_S
+            if self._routes.is_filled:
+                endpoint = self._get_endpoint(name)
+                if endpoint is not None:
+                    return endpoint
+                filled_at = self._loop.time() if filled_at is None else filled_at
+                deadline = filled_at + ENDPOINT_GRACE_S
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                if filled_at is not None:
+                    return None
+                raise BusUnavailable(self.routing_error) from None
+
+    async def count_replicas(self, name: str) -> int:
+        """How many running replicas the router knows of the endpoint ``name``."""
+        endpoint = self._get_endpoint(name)
+        return 0 if endpoint is None else len(self._replicas(endpoint))
+
+    async def broadcast(self, template: HandleCall, post: Callable[[HandleCall], None]) -> list[HandleCall]:
+        """Send a copy of ``template``, which was not sent, to every running replica; ``post`` is for the copies."""
+        try:
+            body = template.body if template.sources is None else await _read_sources(template.sources)
+            endpoint = await self.find(template.endpoint)
+            if endpoint is None:
+                raise NotFound(f"there is no deployment {template.endpoint!r}")
+            calls = []
+            for replica in self._replicas(endpoint):
+                call = template.copy(body, post)
+                try:
+                    self._send(call, replica)
+                except ServeError as error:
+                    call.fail(error)
+                calls.append(call)
+        except ServeError as error:
+            template.fail(error)
+            raise to_exception(error) from None
+        finally:
+            template.finish(CallOutcome(body=_NO_BYTES))
+        return calls
+
+    def _replicas(self, endpoint: Endpoint) -> list[ReplicaTag]:
+        routers = [self._routes.routers.get(tag) for tag in endpoint.split.backend_tags]
+        return [tag for router in routers if router is not None for tag in router.running()]
 
     # -- waiting --
 
@@ -239,6 +303,8 @@ class HandleRouter:
         return NotFound(f"there is no deployment {call.endpoint!r}")
 
     def _retry_waiting(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
         for call in list(self._waiting):
             self.take(call)
 
@@ -286,6 +352,19 @@ class HandleRouter:
 
 
 _NO_BYTES: Final = memoryview(b"")
+
+
+async def _read_sources(sources: ArgumentSources) -> bytes:
+    """The body, once all responses that are arguments have arrived. Raises what the first that failed ended with."""
+    for source in sources.calls():
+        if source.outcome is None:
+            waiter, waker = make_waiter()
+            source.add_done_waker(waker)
+            await waiter
+        assert source.outcome is not None
+        if source.outcome.failure is not None:
+            raise source.outcome.failure
+    return sources.joined()
 
 
 def _check_allowed(endpoint: Endpoint) -> None:

@@ -13,10 +13,11 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 import structlog
 
@@ -89,6 +90,8 @@ def find_bus_outside_replica(
 
 
 _log = structlog.get_logger(__name__)
+
+Answer = TypeVar("Answer")
 
 BUS_WAIT_S: Final = 5.0
 """Seconds that a call waits for NATS to come back; the same as in a proxy."""
@@ -225,6 +228,10 @@ class Runtime:
         router = self._parts.router
         return router.failure is not None and time.monotonic() - router.failed_at >= _RETRY_AFTER_S
 
+    def submit(self, question: Callable[[HandleRouter], Coroutine[object, object, Answer]]) -> Future[Answer]:
+        """Run ``question`` on the router's thread."""
+        return self._thread.submit(question(self._parts.router))
+
     def post(self, call: HandleCall) -> None:
         """Hand ``call`` to the router."""
         if not self._mailbox.put(call):
@@ -266,6 +273,11 @@ def runtime() -> Runtime:
         if _runtime is None:
             _runtime = Runtime(_chosen_settings or find_bus(), _own_name())
         return _runtime
+
+
+def is_running() -> bool:
+    """Whether this process has a router."""
+    return _runtime is not None
 
 
 def connect(

@@ -64,11 +64,7 @@ class Wakers:
 
 
 def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Block until ``has_happened()``; False when ``timeout_s`` passed first.
-
-    Raises RuntimeError on the thread of a running loop, which must never be blocked.
-    """
-    check_not_on_loop()
+    """Block until ``has_happened()``; False when ``timeout_s`` passed first. Callers `check_not_on_loop` before."""
     if has_happened():
         return True
     event = threading.Event()

@@ -95,7 +95,7 @@ class LocalReplica:
                 result = await _call(method, args, kwargs)
                 call.finish(CallOutcome(body=cloudpickle.dumps(_whole(result, call))))
                 return
-            async with aclosing(_items(method, args, kwargs)) as items:
+            async with aclosing(_items(call.head.method_name, method, args, kwargs)) as items:
                 async for item in items:
                     data = cloudpickle.dumps(item)
                     call.items.put(memoryview(len(data).to_bytes(_LENGTH_BYTES, "big") + data))
@@ -149,11 +149,16 @@ async def _call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _whole(result: Any, call: HandleCall) -> Any:
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
         name = call.head.method_name or "__call__"
-        raise TypeError(f"{name} returned a generator; call it with handle.options(stream=True)")
+        raise TypeError(
+            f"Method '{name}' returned a generator. You must use `handle.options(stream=True)` to call generators on a "
+            "deployment."
+        )
     return result
 
 
-async def _items(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGenerator[Any, None]:
+async def _items(
+    name: str, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AsyncGenerator[Any, None]:
     result = await _call(method, args, kwargs)
     if inspect.isasyncgen(result):
         async with aclosing(result) as items:
@@ -163,7 +168,10 @@ async def _items(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         while (item := await asyncio.to_thread(next, result, _END)) is not _END:
             yield item
     else:
-        raise TypeError(f"it returned {type(result).__name__}, no generator; call it without stream=True")
+        raise TypeError(
+            f"Called method '{name or '__call__'}' with `handle.options(stream=True)` but it did not return a "
+            f"generator: it returned a {type(result).__name__}."
+        )
 
 
 def _as_raised(error: Exception) -> ReplicaError:

@@ -156,6 +156,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Preferred code versions by backend, from `ReplicaGoal.peer_versions`."""
     deadline: float
     """Seconds by the loop's clock."""
+    replica: ReplicaTag | None = None
+    """Set by `Dispatcher.start_at`: it goes to this replica only."""
     shadow_backend: BackendTag | None = None
     """Set for a shadow copy: it goes to this backend only, after all real requests, and is dropped when it cannot be
     sent."""
@@ -299,6 +301,7 @@ class Call:
         spec = self.spec
         return (
             self.is_whole
+            and spec.replica is None
             and (spec.is_repeatable or spec.kind is not RequestKind.HTTP)
             and self.response_reader is None
         )

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
+import msgspec
 import structlog
 
 from serve_common.dispatch.calls import Attempt, Call, RequestSpec, Response
@@ -111,6 +112,35 @@ class Dispatcher:
             spec.upload.on_more = lambda: self._response_reader.send_more(call)
             spec.upload.on_failed = lambda error: self.fail(call, error)
         self.submit(call)
+        return call
+
+    def start_at(
+        self,
+        replica: ReplicaTag,
+        spec: RequestSpec,
+        on_response: Callable[[Call, Response], None],
+        on_error: Callable[[Call, ServeError], None],
+    ) -> Call:
+        """As `start`, at one replica, past the router's limits: it waits there for a slot, and never goes elsewhere."""
+        self._last_key += 1
+        call = Call(
+            RequestKey(self._last_key),
+            msgspec.structs.replace(spec, replica=replica),
+            on_response,
+            on_error,
+            on_reply=self._take_reply,
+            on_no_responders=self._take_no_responders,
+        )
+        call.may_queue = True
+        self.calls[call.key] = call
+        router = self._routes.routers.get(parse_backend_tag(replica))
+        if not self._outgoing.is_connected:
+            self._pending_reconnect.wait_for_bus(call)
+        elif router is None or not router.submit_to(replica, call.key, spec.deadline):
+            self.end_with(call, ReplicaDied(f"replica {replica} takes no requests"))
+        else:
+            call.router = router
+            self.perform(router, self._send(call, router, replica))
         return call
 
     async def send(self, spec: RequestSpec) -> tuple[Call, Response]:
@@ -224,6 +254,9 @@ class Dispatcher:
         attempt, router = call.attempt, call.router
         assert attempt is not None
         assert router is not None
+        if call.spec.replica is not None:
+            self.end_with(call, ReplicaDied(f"replica {attempt.replica} takes no requests"))
+            return
         if not call.is_whole:
             self.end_with(
                 call, ReplicaDied("the replica refused a request whose body is partly gone already")
@@ -244,7 +277,7 @@ class Dispatcher:
         """Send a call again that was lost on its way to the replica, as if for the first time."""
         if call.spec.trace is not None:
             call.spec.trace.attempt_failed("never_begun", "the request did not arrive")
-        if call.response_reader is not None or not call.is_whole:
+        if call.response_reader is not None or not call.is_whole or call.spec.replica is not None:
             self._lost_requests.request_unknown(call)
         elif self.leave_router(call):
             self.submit(call)

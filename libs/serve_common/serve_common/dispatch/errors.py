@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from serve_common.errors import (
     BadField,
     DeadlineExceeded,
@@ -73,8 +75,23 @@ class QueueIsFull(NoReplicaAvailable):
         """503 or 429."""
         self.retry_after_s = _RETRY_AFTER_S if config.retry_after_s is None else config.retry_after_s
 
+    @property
+    def status_code(self) -> int:
+        """As ``status``; Ray Serve's name for it."""
+        return self.status
 
-class BackendStopped(NoReplicaAvailable):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), str(self), vars(self))
+
+
+class BackendUnavailable(NoReplicaAvailable):
+    """The backend takes no requests, whatever the time that they have."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), str(self), vars(self))
+
+
+class BackendStopped(BackendUnavailable):
     """A user has set the backend's number of replicas to zero."""
 
     error_code = "backend_stopped"
@@ -91,7 +108,7 @@ class LostTwice(ReplicaDied):
     error_code = "lost_twice"
 
 
-class CircuitOpen(NoReplicaAvailable):
+class CircuitOpen(BackendUnavailable):
     """The backend's replicas died or became unresponsive lately; nothing is sent there for a while."""
 
     error_code = "circuit_open"
@@ -101,6 +118,13 @@ class CircuitOpen(NoReplicaAvailable):
         super().__init__(f"the replicas of backend {backend_tag!r} fail; nothing is sent there for a while")
         self.status = 503
         self.retry_after_s = retry_after_s
+
+
+def _restore(kind: type[ServeError], message: str, state: dict[str, Any]) -> ServeError:
+    """The error, unpickled: what its constructor takes did not travel."""
+    error = kind.__new__(kind, message)
+    vars(error).update(state)
+    return error
 
 
 class ReplicaTimedOut(DeadlineExceeded):

@@ -150,8 +150,8 @@ class PendingReconnect:
         self._loop = asyncio.get_running_loop()
 
     def wait_for_bus(self, call: Call) -> None:
-        """Let a call that has no router wait for the bus, unless it is a shadow copy or too many wait."""
-        if call.spec.shadow_backend is not None:
+        """Let a call that has no router wait for the bus, unless it is a copy or too many wait."""
+        if call.spec.shadow_backend is not None or call.spec.replica is not None:
             self._registry.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
             return
         if len(self.pending) >= PENDING_RECONNECT_MAX:

@@ -49,8 +49,8 @@ class _RequestState(msgspec.Struct, gc=False):
 
     deadline: float
     arrival: int
-    is_shadow: bool
-    affinity: Affinity | None
+    is_shadow: bool = False
+    affinity: Affinity | None = None
     slots: ReplicaSlots | None = None
     avoid: frozenset[ReplicaTag] = _NO_REPLICAS
     """Replicas that refused it: chosen only when there is no other."""
@@ -192,6 +192,17 @@ class Router:
         self._queue.push(request, deadline, arrival, is_shadow=is_shadow, is_suspect=is_suspect)
         return _QUEUED
 
+    def submit_to(self, replica: ReplicaTag, request: RequestKey, deadline: float) -> bool:
+        """Take a new request for ``replica`` alone, over any limit; False when that takes none."""
+        slots = self._pool.replicas.get(replica)
+        if slots is None or slots.is_draining:
+            return False
+        self._arrivals += 1
+        self._places[request] = _RequestState(deadline, self._arrivals, slots=slots)
+        slots.requests.add(request)
+        self._pool.refresh((slots,))
+        return True
+
     def response_started(self, request: RequestKey) -> None:
         """``request``'s replica has responded, which an open circuit waits for; the slot stays taken."""
         self.circuit.ended(request, None, self.completed)
@@ -301,7 +312,7 @@ class Router:
             self._pool.block(slots)
 
     def replica_gone(self, replica: ReplicaTag, now: float) -> Sequence[RequestKey]:
-        """Mark ``replica`` as dead. Returns the requests in flight there, which the router has forgotten.
+        """Mark ``replica`` as dead, and return the requests in flight there, which the router has forgotten.
 
         It is blocked rather than removed: only a snapshot is certain that it will not come back.
         """
@@ -313,6 +324,10 @@ class Router:
         if slots.requests:
             self._pool.count_failures(slots, now, len(slots.requests))
         return self._lose(slots, now)
+
+    def running(self) -> list[ReplicaTag]:
+        """The replicas that do not drain."""
+        return [tag for tag, slots in self._pool.replicas.items() if not slots.is_draining]
 
     def knows(self, replica: ReplicaTag) -> bool:
         """Whether the backend has this replica."""
@@ -380,11 +395,9 @@ class Router:
 
     def expire(self, now: float) -> Sequence[RequestKey]:
         """Forget and return the waiting requests whose deadline is reached; all, while the backend is stopped."""
+        expired = self._queue.clear() if self.is_stopped else self._queue.expire(now)
         if self.is_stopped:
-            expired = self._queue.clear()
             self.stopped_refusals += len(expired)
-        else:
-            expired = self._queue.expire(now)
         for request in expired:
             del self._places[request]
             self.circuit.withdrew(request)
@@ -479,10 +492,8 @@ class Router:
 
     def _protect(self, protection: BackendProtection) -> None:
         previous, self.protection = self.protection, protection
-        if (protection.replica_policy, protection.packing_num) != (
-            previous.replica_policy,
-            previous.packing_num,
-        ):
-            self._policy = build_policy(protection.replica_policy, protection.packing_num)
+        policy = (protection.replica_policy, protection.packing_num)
+        if policy != (previous.replica_policy, previous.packing_num):
+            self._policy = build_policy(*policy)
         self.retries.percent = protection.retry_budget_percent
         self.circuit.configure(protection.circuit_breaker, self.completed)

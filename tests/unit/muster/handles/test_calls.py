@@ -276,15 +276,6 @@ async def test_the_deadline_holds_while_an_argument_is_waited_for(world: World) 
     first.cancel()
 
 
-async def test_a_response_within_another_value_is_refused(world: World) -> None:
-    response = call(world.handle())
-    with pytest.raises(TypeError, match="await it first"):
-        world.handle().remote([response])
-    with pytest.raises(TypeError, match="streamed answer"):
-        world.handle().remote(stream(world.handle()))
-    response.cancel()
-
-
 # -- streams --
 
 

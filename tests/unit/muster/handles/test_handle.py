@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.handles import calls as items_module
+from muster.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+)
 from muster.handles import (
+    DeploymentBroadcastResponse,
+    DeploymentHandle,
+    RequestCancelled,
     get_app_handle,
     get_deployment_handle,
     router,
 )
+from muster.handles import calls as items_module
+from muster.handles import handle as handle_module
 from muster.handles.calls import ItemReader
 from muster.handles.options import CallNotAllowed
 from muster.handles.runtime import find_bus, find_bus_outside_replica
 from muster.handles.wakeups import Wakers, make_waiter, wait_in_thread
 from muster.secrets import generate
-from serve_common.dispatch.errors import ResponseUnusable
+from serve_common.config.backend import BackpressureConfig
+from serve_common.dispatch.errors import BackendStopped, CircuitOpen, ResponseUnusable
 from serve_common.errors import (
     BadField,
     BusUnavailable,
@@ -36,7 +48,9 @@ from serve_common.errors import (
 from serve_common.identities.credentials import CredentialsFile
 from serve_common.identities.roles import Role
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.protocol.frames import RequestKind
+from serve_common.protocol.frames import RefusedHead, RequestKind
+from serve_common.protocol.snapshots import BackendProtection
+from serve_common.routing.queues import Refusal
 from serve_common.runtime.request_context import (
     CurrentReplica,
     RequestContext,
@@ -45,7 +59,7 @@ from serve_common.runtime.request_context import (
 )
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.threads import Mailbox
-from tests.support.handle_world import TAG, World, call, make_world
+from tests.support.handle_world import TAG, Sent, World, call, make_world, pickled_items, stream
 
 
 @pytest.fixture
@@ -162,23 +176,132 @@ async def test_a_call_past_its_requests_deadline_never_leaves(world: World) -> N
 @pytest.mark.parametrize("options", [{"timeout_s": 0}, {"relative_slo_ms": -1}, {"method_name": "no method"}])
 def test_an_option_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(BadField, match=next(iter(options))):
-        get_deployment_handle("a").options(**options)
+        DeploymentHandle("a", "default").options(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"_by_reference": True},
+        {"request_serialization": "msgpack"},
+        {"response_serialization": "orjson"},
+    ],
+)
+def test_an_option_that_is_not_there_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(RayServeException, match=f"^{next(iter(options))}: "):
+        DeploymentHandle("a", "default").options(**options)
+
+
+def test_options_that_change_nothing_are_taken_and_locality_warns() -> None:
+    handle = DeploymentHandle[object]("a", "default").options(
+        _by_reference=False,
+        _prefer_local_routing=False,
+        request_serialization="cloudpickle",
+        response_serialization="pickle",
+    )
+    with pytest.warns(UserWarning, match="_prefer_local_routing has no effect"):
+        handle.options(_prefer_local_routing=True)
+    for refused in (handle.choose_replica, handle.dispatch):
+        with pytest.raises(RayServeException, match="is not there"):
+            refused(1)
+    handle.shutdown()
+    asyncio.run(handle.shutdown_async())
+
+
+def test_a_handle_is_initialized_once_the_process_has_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, started = DeploymentHandle("a", "default"), list[int]()
+    assert not handle.is_initialized
+    assert not handle.running_replicas_populated()
+    monkeypatch.setattr(handle_module, "runtime", lambda: started.append(1))
+    with pytest.raises(BadField, match="one router"):
+        handle._init(_run_router_in_separate_loop=False)
+    assert not started
+    handle._init()
+    assert started
+    monkeypatch.setattr(handle_module, "is_running", lambda: True)
+    assert handle.is_initialized
+
+
+async def test_a_response_within_another_value_is_refused_with_a_sentence(world: World) -> None:
+    response = call(world.handle(), 1)
+    for nested in ([response], {"deep": {"r": response}}):
+        with pytest.raises(RayServeException, match="such as a list or dictionary"):
+            world.handle().remote(nested)
+    with pytest.raises(RuntimeError, match="streamed response"):
+        world.handle().remote(world.handle().options(stream=True).remote())
+    assert not response.by_reference
+    with pytest.raises(RuntimeError, match="ObjectRef"):
+        await response._to_object_ref()
+    with pytest.raises(RuntimeError, match="ObjectRef"):
+        response._to_object_ref_sync(_timeout_s=1)
+
+
+async def test_a_response_is_awaited_in_another_loop_and_thread_than_its_makers(world: World) -> None:
+    response, items = call(world.handle(), 1), stream(world.handle(), 2)
+
+    async def read() -> Any:
+        return await response, [item async for item in items]
+
+    async with asyncio.TaskGroup() as tasks:
+        elsewhere = tasks.create_task(asyncio.to_thread(lambda: asyncio.run(read())))
+        for sent in [await world.sent(), await world.sent()]:
+            if sent.head.call is not None and sent.head.call.stream:
+                sent.open(pickled_items(1, 2))
+                sent.more(b"", last=True)
+            else:
+                sent.answer("yes")
+        assert await response == "yes"
+    assert elsewhere.result() == ("yes", [1, 2])
+
+
+async def test_cancelled_says_so_at_once_and_a_loop_may_be_told_to_block(world: World) -> None:
+    response = call(world.handle(), 1)
+    assert not response.cancelled()
+    with pytest.raises(TimeoutError):
+        response.result(timeout_s=0.01, _skip_asyncio_check=True)
+    response.cancel()
+    assert response.cancelled()
+    with pytest.raises(RequestCancelled):
+        await response
+    done = call(world.handle(), 1)
+    (await world.sent()).answer(1)
+    assert await done == 1
+    done.cancel()
+    assert not done.cancelled()
+
+
+def test_errors_of_a_full_queue_and_of_what_is_stopped_travel_and_are_apart() -> None:
+    full = BackPressureError(
+        BackendTag("a/b"), 5, BackendProtection(backpressure_config=BackpressureConfig(status_code=429))
+    )
+    for error in (full, BackendStopped(BackendTag("a/b")), CircuitOpen(BackendTag("a/b"), 2.0)):
+        restored = pickle.loads(pickle.dumps(error))
+        assert type(restored) is type(error)
+        assert restored.message == str(error)
+        assert vars(restored) == vars(error)
+        assert isinstance(restored, DeploymentUnavailableError) == (error is not full)
+    assert full.status_code == 429
 
 
 # -- names --
 
 
 def test_a_handle_is_pickled_as_names_and_options() -> None:
-    handle = get_deployment_handle("shop/a").options(stream=True, shard_key="k").predict
+    found = get_deployment_handle("shop/a", _check_exists=False)
+    handle = found.options(stream=True, shard_key="k").predict
     restored = pickle.loads(pickle.dumps(handle))
-    assert repr(restored) == "DeploymentHandle('shop/a', method_name='predict')"
+    assert repr(restored) == "DeploymentHandle(deployment='a')"
+    assert restored.app_name == "shop"
+    assert restored != handle  # as in Ray Serve: a handle is equal to itself only
+    assert len({restored, handle, handle}) == 2
     assert restored._options == handle._options
     assert copy.deepcopy(handle).app_name == "shop"
     assert len(pickle.dumps(handle)) < 500
 
 
 def test_a_handle_is_of_the_replicas_own_application_unless_told() -> None:
-    assert get_deployment_handle("a").app_name == "default"
+    with pytest.raises(RayServeException, match="Please specify an application name"):
+        get_deployment_handle("a")
     bus = BusSettings(servers=["nats://x"], user="", password="", inbox_prefix="_I", subject_prefix="serve")
     set_replica_context(
         CurrentReplica(
@@ -186,8 +309,8 @@ def test_a_handle_is_of_the_replicas_own_application_unless_told() -> None:
         )
     )
     try:
-        assert get_deployment_handle("a").app_name == "shop"
-        assert get_deployment_handle("a", "till").app_name == "till"
+        assert get_deployment_handle("a", _check_exists=False).app_name == "shop"
+        assert get_deployment_handle("a", "till", _check_exists=False).app_name == "till"
     finally:
         set_replica_context(None)
 
@@ -201,12 +324,13 @@ def test_a_name_that_cannot_be_is_refused(name: str) -> None:
 async def test_an_application_is_called_at_the_deployment_with_a_route(world: World) -> None:
     world.deploy("shop/inner", "shop/other")
     world.deploy("shop/front", route="/")
-    _ = call(get_app_handle("shop"))
+    shop = await asyncio.to_thread(get_app_handle, "shop")
+    _ = call(shop)
     assert (await world.sent()).subject == "serve.replica.shop.front.0"
     world.deploy("shop/second", route="/2")
     with pytest.raises(NotFound, match="2 deployments with a route"):
-        await call(get_app_handle("shop"))
-    _ = call(get_app_handle("default"))
+        await call(shop)
+    _ = call(await asyncio.to_thread(get_app_handle, "default"))
     assert (await world.sent()).subject == "serve.replica.default.a.0"
 
 
@@ -229,22 +353,110 @@ async def test_a_replica_calls_its_own_application_and_whom_may_call_names(
     world: World, in_replica: CurrentReplica
 ) -> None:
     world.deploy("shop/inner", "bank/ledger", "bank/vault")
-    _ = call(get_deployment_handle("inner"))
+    own = partial(get_deployment_handle, _check_exists=False)
+    _ = call(own("inner"))
     assert (await world.sent()).subject == "serve.replica.shop.inner.0"
     with pytest.raises(CallNotAllowed, match="'shop/front' may not call 'bank/ledger'"):
-        await call(get_deployment_handle("ledger", "bank"))
+        await call(world.handle("ledger", "bank"))
     in_replica.may_call = ("bank/ledger",)  # as a reconfigure does
-    _ = call(get_deployment_handle("ledger", "bank"))
+    _ = call(world.handle("ledger", "bank"))
     assert (await world.sent()).subject == "serve.replica.bank.ledger.0"
     for name, app in (("vault", "bank"), ("inner", "shop")):
         with pytest.raises(CallNotAllowed, match="allows bank/ledger"):
-            await call(get_deployment_handle(name, app))
+            await call(world.handle(name, app))
     in_replica.may_call = ()
     with pytest.raises(CallNotAllowed, match="allows nobody"):
-        await call(get_deployment_handle("inner"))
+        await call(own("inner"))
     in_replica.may_call = ("*",)
-    _ = call(get_deployment_handle("vault", "bank"))
+    _ = call(world.handle("vault", "bank"))
     assert (await world.sent()).subject == "serve.replica.bank.vault.0"
+
+
+# -- all replicas at once --
+
+
+async def broadcast(
+    world: World, *args: Any, **kwargs: Any
+) -> tuple[DeploymentBroadcastResponse, list[Sent]]:
+    response = world.handle().broadcast("reset", *args, **kwargs)
+    return response, [await world.sent() for _ in range(3)]
+
+
+async def test_a_broadcast_calls_every_running_replica_once(world: World) -> None:
+    world.deploy("default/a", replicas=3)
+    assert await asyncio.to_thread(world.handle().running_replicas_populated)
+    response, requests = await broadcast(world, 1, deep=True)
+    assert sorted(sent.subject for sent in requests) == [f"serve.replica.default.a.{n}" for n in range(3)]
+    for number, sent in enumerate(requests):
+        assert sent.head.call is not None
+        assert (sent.head.call.method_name, sent.head.may_queue) == ("reset", True)
+        assert sent.arguments == ((1,), {"deep": True})
+        sent.answer(number)
+    assert sorted(await response.results_async()) == [0, 1, 2]
+    assert sorted(await asyncio.to_thread(response.results)) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="event loop"):
+        response.results()
+    assert world.is_idle
+
+
+async def test_a_broadcast_reaches_replicas_whose_slots_are_taken(world: World) -> None:
+    world.deploy("default/a", replicas=3, can_wake=True)
+    for _ in range(300):
+        _ = call(world.handle(), 1)
+        await world.sent()
+    waits = call(world.handle(), 1)
+    response, requests = await broadcast(world)
+    for sent in requests:
+        sent.answer(None)
+    assert await response.results_async() == [None] * 3
+    waits.cancel()
+    with pytest.raises(RequestCancelled):
+        await waits
+
+
+async def test_a_broadcast_that_one_replica_does_not_take_goes_to_no_other(world: World) -> None:
+    world.deploy("default/a", replicas=3)
+    response, requests = await broadcast(world)
+    requests[0].say(RefusedHead(Refusal.DRAINING.value, 0))
+    world.receivers[requests[1].reply][1]()  # no responders
+    requests[2].answer("done")
+    results = await response.results_async(return_exceptions=True)
+    assert [type(result) for result in results] == [ReplicaUnavailableError, ReplicaUnavailableError, str]
+    with pytest.raises(ReplicaUnavailableError, match="takes no requests"):
+        await response.results_async()
+    collected = await asyncio.to_thread(response.results, return_exceptions=True)
+    assert [type(result) for result in collected] == [type(result) for result in results]
+    assert world._requests.empty()
+    assert world.is_idle
+
+
+async def test_a_broadcast_waits_for_its_arguments_and_not_for_ever(world: World) -> None:
+    world.deploy("default/a", replicas=3)
+    value = call(world.handle().first)
+    response = world.handle().broadcast("reset", value)
+    first = await world.sent()
+    with pytest.raises(TimeoutError, match="within"):
+        await asyncio.to_thread(response.results, timeout_s=0.01)
+    first.answer("one")
+    requests = [await world.sent() for _ in range(3)]
+    assert all(sent.arguments == (("one",), {}) for sent in requests)
+    with pytest.raises(TimeoutError, match="within"):
+        await response.results_async(timeout_s=0.01)
+    with pytest.raises(ValueError, match="non-negative"):
+        await response.results_async(timeout_s=-1)
+
+
+async def test_a_broadcast_to_nobody_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 0.01)
+    world.deploy("default/a", replicas=0)
+    assert not await asyncio.to_thread(world.handle().running_replicas_populated)
+    assert await world.handle().broadcast("reset").results_async() == []
+    with pytest.raises(NotFound, match="default/nobody"):
+        await world.handle("nobody").broadcast("reset").results_async()
+    world.is_connected = False
+    world.deploy("default/a")
+    with pytest.raises(BusUnavailable, match="does not wait"):
+        await world.handle().broadcast("reset").results_async()
 
 
 # -- before there is a route --
@@ -269,7 +481,44 @@ async def test_an_unknown_deployment_is_told_soon(world: World, monkeypatch: pyt
     with pytest.raises(NotFound, match="default/nobody"):
         await call(world.handle("nobody"))
     with pytest.raises(NotFound, match="application 'nobody'"):
-        await call(get_app_handle("nobody"))
+        await call(DeploymentHandle("", "nobody"))
+
+
+async def test_getting_a_handle_of_what_is_not_there_raises_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 0.05)
+    assert (await asyncio.to_thread(get_deployment_handle, "a", "default")).deployment_name == "a"
+    with pytest.raises(RayServeException, match=r"^Application 'nobody' does not exist\.$"):
+        await asyncio.to_thread(get_app_handle, "nobody")
+    words = r"^Deployment\(name='nobody', app='default'\) does not exist\.$"
+    with pytest.raises(KeyError, match=words) as unknown:
+        await asyncio.to_thread(get_deployment_handle, "nobody", "default")
+    assert isinstance(unknown.value, NotFound)
+    get_deployment_handle("nobody", "default", False)
+
+
+async def test_a_handle_of_what_is_deployed_meanwhile_is_found(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 30.0)
+    async with asyncio.TaskGroup() as tasks:
+        found = tasks.create_task(asyncio.to_thread(get_deployment_handle, "late", "default"))
+        while not world.router._changed._waiters:  # type: ignore[attr-defined]  # noqa: ASYNC110 - until it waits
+            await asyncio.sleep(0.001)
+        world.deploy("default/late", whole=False)
+    assert found.result().deployment_name == "late"
+
+
+async def test_a_handle_is_not_found_before_the_bucket_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "BUCKET_WAIT_S", 0.05)
+    world = make_world(monkeypatch)
+    world.router.routing_error = "nobody is there"
+    with pytest.raises(BusUnavailable, match="nobody is there"):
+        await asyncio.to_thread(get_app_handle, "shop")
+    world.router.fail_all(BusUnavailable("refused"))
+    with pytest.raises(BusUnavailable, match="refused"):
+        await asyncio.to_thread(get_app_handle, "shop")
 
 
 async def test_a_call_that_waited_for_the_bucket_does_not_wait_as_long_for_its_endpoint(

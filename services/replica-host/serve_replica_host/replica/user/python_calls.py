@@ -55,8 +55,10 @@ async def send_items(
     """
     is_async = inspect.isasyncgen(result)
     if not is_async and not inspect.isgenerator(result):
+        name = exchange.head.call.method_name if exchange.head.call is not None else ""
         raise TypeError(
-            f"a stream was asked for, but a {type(result).__name__} was returned and no generator"
+            f"Called method '{name or '__call__'}' with `handle.options(stream=True)` but it did not return a "
+            f"generator: it returned a {type(result).__name__}."
         )
     stream = ResponseStream(exchange, io_queue)
     # The head is sent with the first item: until then a failure is the complete response, and the deadline applies.
@@ -163,7 +165,10 @@ def _encoded(result: Any, head: CallHead) -> bytes:
         if inspect.isgenerator(result):
             result.close()
         name = head.method_name or "__call__"
-        raise ResultUnfit(f"{name} returned a generator; call it with handle.options(stream=True)")
+        raise TypeError(
+            f"Method '{name}' returned a generator. You must use `handle.options(stream=True)` to call generators on a "
+            "deployment."
+        )
     return _encode(result, head)
 
 
