@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from docs.generator.structs import GENERATED, class_doc, table
+from muster.context import NotInReplica
 from muster.handles.options import CallNotAllowed, RequestCancelled
+from muster.sdk.absent import NotInMuster
 from serve_common.dispatch.errors import BackendStopped, LostTwice
 from serve_common.errors import (
     CommandRefused,
@@ -74,6 +76,8 @@ _RETRY: Final[Mapping[type[ServeError], str]] = {
     TransientError: "Yes, after a moment.",
     PayloadTooLarge: "No: send less.",
     CallNotAllowed: "No: allow it in `may_call`.",
+    NotInMuster: "No: use the substitute that it names.",
+    NotInReplica: "No: call it in a replica.",
     PermanentError: "No: an operator must act.",
     ServeError: "If it is idempotent.",
 }

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from muster.exceptions import RayServeException
 from muster.handles import (
     DeploymentHandle,
     DeploymentResponseGenerator,
@@ -54,9 +55,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandleStack]:
     try:
         leaves = (f"{LEAF}#0", f"{ROLLED}#0", f"{ROLLED}#1")
         stack.start(*(stack.order("Leaf", tag) for tag in leaves))
+        stack.start(stack.order("Ingress", "default/ingress#0"))
         stack.start(stack.order("Middle", f"{MIDDLE}#0", peer_versions={BackendTag(ROLLED): 2}))
         versions = {f"{ROLLED}#0": 1, f"{ROLLED}#1": 2}
-        replicas = {LEAF: leaves[:1], ROLLED: leaves[1:], MIDDLE: [f"{MIDDLE}#0"]}
+        replicas = {
+            LEAF: leaves[:1],
+            ROLLED: leaves[1:],
+            MIDDLE: [f"{MIDDLE}#0"],
+            "default/ingress": ["default/ingress#0"],
+        }
         asyncio.run(stack.write_bucket(replicas, versions))
         stack.wait_ready()
         handle_runtime.use(nats.settings(Role.CLIENT))
@@ -69,12 +76,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandleStack]:
 
 @pytest.fixture
 def leaf(stack: HandleStack) -> DeploymentHandle:
-    return get_deployment_handle("leaf")
+    return get_deployment_handle("leaf", "default")
 
 
 @pytest.fixture
 def middle(stack: HandleStack) -> DeploymentHandle:
-    return get_deployment_handle("middle")
+    return get_deployment_handle("middle", "default")
 
 
 def stream(handle: DeploymentHandle, *args: Any) -> DeploymentResponseGenerator:
@@ -151,7 +158,11 @@ async def test_what_cannot_travel_is_told_in_words(leaf: DeploymentHandle) -> No
 async def test_a_deployment_that_is_not_there_is_told_soon(stack: HandleStack) -> None:
     async with asyncio.timeout(30):
         with pytest.raises(NotFound, match="default/nobody"):
-            await get_deployment_handle("nobody").remote()
+            await get_deployment_handle("nobody", "default", _check_exists=False).remote()
+        with pytest.raises(KeyError, match="does not exist"):
+            get_deployment_handle("nobody", "default")
+        with pytest.raises(RayServeException, match="Application 'nobody' does not exist"):
+            get_app_handle("nobody")
 
 
 async def test_a_stream_is_read_on_a_loop_and_in_a_thread(
@@ -161,6 +172,41 @@ async def test_a_stream_is_read_on_a_loop_and_in_a_thread(
         assert [number async for number in stream(method, 1000)] == list(range(1000))
         assert await asyncio.to_thread(list, stream(method, 1000)) == list(range(1000))
     assert [number async for number in stream(middle.numbers, 5)] == [0, 10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("method", ["number", "plain_number"])
+async def test_a_stream_of_no_generator_and_a_generator_without_stream_are_type_errors(
+    leaf: DeploymentHandle, method: str
+) -> None:
+    with pytest.raises(TypeError, match=f"Called method '{method}' .* did not return a generator"):
+        [item async for item in stream(getattr(leaf, method))]
+    with pytest.raises(TypeError, match=f"Method '{method}s' returned a generator"):
+        await getattr(leaf, f"{method}s").remote(3)
+
+
+async def test_methods_of_an_ingress_are_called_and_streamed(stack: HandleStack) -> None:
+    ingress = get_deployment_handle("ingress", "default")
+    assert await ingress.number.remote(7) == 7
+    for method in (ingress.numbers, ingress.plain_numbers):
+        assert [number async for number in stream(method, 3)] == [0, 1, 2]
+
+
+async def test_every_running_replica_is_called_once_from_outside_and_within(
+    middle: DeploymentHandle, stack: HandleStack
+) -> None:
+    rolled = get_deployment_handle("rolled", "default")
+    assert rolled.is_initialized
+    assert rolled.running_replicas_populated()
+    everyone = [f"{ROLLED}#0", f"{ROLLED}#1"]
+    assert sorted(await rolled.broadcast("who").results_async(timeout_s=30)) == everyone
+    assert sorted(await asyncio.to_thread(rolled.broadcast("who").results, timeout_s=30)) == everyone
+    assert sorted(await middle.everyone.remote()) == everyone
+    greetings = await rolled.broadcast("greet", "Ada", greeting="hi").results_async(timeout_s=30)
+    assert greetings == ["hi Ada"] * 2
+    failures = await rolled.broadcast("leave").results_async(timeout_s=30, return_exceptions=True)
+    assert [type(failure) for failure in failures] == [UserCodeRaised] * 2
+    with pytest.raises(UserCodeRaised, match="SystemExit: 3"):
+        await asyncio.to_thread(rolled.broadcast("leave").results)
 
 
 async def test_a_stream_that_breaks_gives_its_items_first(leaf: DeploymentHandle) -> None:
@@ -240,7 +286,7 @@ async def test_the_model_of_a_call_reaches_the_code(leaf: DeploymentHandle) -> N
 
 async def test_a_chain_keeps_to_the_version_that_it_belongs_to(middle: DeploymentHandle) -> None:
     assert await middle.who.remote() == [f"{ROLLED}#1"] * 8
-    outside = {await get_deployment_handle("rolled").who.remote() for _ in range(40)}
+    outside = {await get_deployment_handle("rolled", "default").who.remote() for _ in range(40)}
     assert outside == {f"{ROLLED}#0", f"{ROLLED}#1"}
 
 
@@ -266,7 +312,7 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
     outside.cancel()
     until(lambda: router.queue_depth == 0)
     # What is asked now on the same connection is answered after all that this process has said of the call.
-    await get_deployment_handle("rolled").who.remote()
+    await get_deployment_handle("rolled", "default").who.remote()
     await until_known(controller)
     while said.pending_msgs:
         await said.next_msg(1)
@@ -322,7 +368,7 @@ async def test_who_may_not_call_replicas_is_told(
     right = stack.nats.settings(Role.CLIENT)
     elsewhere(msgspec.structs.replace(right, credentials=CredentialsFile(str(file))))
     with pytest.raises(BusAuthorizationFailed, match="user"):
-        await get_deployment_handle("leaf").remote()
+        await get_deployment_handle("leaf", "default").remote()
 
 
 async def test_a_stack_that_is_not_there_is_told(
@@ -331,7 +377,7 @@ async def test_a_stack_that_is_not_there_is_told(
     monkeypatch.setattr("muster.handles.router.BUCKET_WAIT_S", 0.1)
     elsewhere(msgspec.structs.replace(stack.nats.settings(Role.CLIENT), servers=["nats://127.0.0.1:9"]))
     with pytest.raises(BusUnavailable, match=r"127\.0\.0\.1:9 does not answer"):
-        await get_deployment_handle("leaf").remote()
+        await get_deployment_handle("leaf", "default").remote()
 
 
 async def test_calls_under_way_end_with_the_connection(

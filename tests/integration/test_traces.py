@@ -252,7 +252,7 @@ async def test_a_call_that_nobody_has_decided_about_begins_its_trace_in_the_repl
 ) -> None:
     handle_runtime.use(stack.nats.settings(Role.CLIENT))
     try:
-        assert await get_deployment_handle("back").remote("from outside") == "from outside"
+        assert await get_deployment_handle("back", "default").remote("from outside") == "from outside"
     finally:
         handle_runtime.disconnect()
 

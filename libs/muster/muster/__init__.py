@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         get_multiplexed_model_id,
         get_replica_context,
         get_request_context,
+        get_trace_context,
     )
     from muster.handles import (
         BackPressureError,
@@ -42,8 +43,20 @@ if TYPE_CHECKING:
     )
     from muster.multiplexing import multiplexed
     from muster.schema import TracingConfig
+    from muster.sdk.absent import get_deployment_actor, get_deployment_actor_context
     from muster.sdk.deployments import Application, Deployment, deployment
-    from muster.sdk.run import RunTarget, delete, run, run_many, shutdown, shutdown_async, start, status
+    from muster.sdk.run import (
+        RunTarget,
+        _run,
+        _run_many,
+        delete,
+        run,
+        run_many,
+        shutdown,
+        shutdown_async,
+        start,
+        status,
+    )
 
 __all__ = [
     "Application",
@@ -63,6 +76,8 @@ __all__ = [
     "RunTarget",
     "TracingConfig",
     "WrongBatchResult",
+    "_run",
+    "_run_many",
     "batch",
     "connect",
     "delete",
@@ -70,10 +85,13 @@ __all__ = [
     "disconnect",
     "get_app_handle",
     "get_batch_request_contexts",
+    "get_deployment_actor",
+    "get_deployment_actor_context",
     "get_deployment_handle",
     "get_multiplexed_model_id",
     "get_replica_context",
     "get_request_context",
+    "get_trace_context",
     "ingress",
     "multiplexed",
     "run",
@@ -96,6 +114,7 @@ _HOMES: Final = {
         "get_multiplexed_model_id",
         "get_replica_context",
         "get_request_context",
+        "get_trace_context",
     ),
     "muster.handles": (
         "BackPressureError",
@@ -111,9 +130,12 @@ _HOMES: Final = {
     "muster.config": ("ControllerOptions", "HTTPOptions"),
     "muster.multiplexing": ("multiplexed",),
     "muster.schema": ("TracingConfig",),
+    "muster.sdk.absent": ("get_deployment_actor", "get_deployment_actor_context"),
     "muster.sdk.deployments": ("Application", "Deployment", "deployment"),
     "muster.sdk.run": (
         "RunTarget",
+        "_run",
+        "_run_many",
         "delete",
         "run",
         "run_many",

@@ -28,6 +28,7 @@ from pydantic import (
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingContext
 
 __all__ = [
+    "DEFAULT_METRICS_INTERVAL_S",
     "AggregationFunction",
     "AutoscalingConfig",
     "AutoscalingContext",
@@ -48,7 +49,7 @@ DEFAULT_POLICY: Final = "muster.autoscaling_policy:default_autoscaling_policy"
 """Names Muster's own default policy; Ray Serve's name for its own is understood as well."""
 RAY_DEFAULT_POLICY: Final = "ray.serve.autoscaling_policy:default_autoscaling_policy"
 DEFAULT_ROUTER: Final = "muster.request_router:PowerOfTwoChoicesRequestRouter"
-_METRICS_INTERVAL_S: Final = 10.0
+DEFAULT_METRICS_INTERVAL_S: Final = 10.0
 _LOGGED_VALUE_MAX: Final = 200
 Value = TypeVar("Value")
 
@@ -94,7 +95,7 @@ class AutoscalingConfig(BaseModel):
     """Upper limit, at least ``min_replicas``."""
     target_ongoing_requests: PositiveFloat | None = 2
     """Target number of requests per replica, waiting ones included."""
-    metrics_interval_s: PositiveFloat = _METRICS_INTERVAL_S
+    metrics_interval_s: PositiveFloat = DEFAULT_METRICS_INTERVAL_S
     """Seconds between evaluations of the load."""
     look_back_period_s: PositiveFloat = 30.0
     """Seconds over which the load is aggregated."""
@@ -137,7 +138,7 @@ class AutoscalingConfig(BaseModel):
     @field_validator("look_back_period_s")
     @classmethod
     def _is_longer_than_the_interval(cls, value: float, info: Any) -> float:
-        interval_s = info.data.get("metrics_interval_s", _METRICS_INTERVAL_S)
+        interval_s = info.data.get("metrics_interval_s", DEFAULT_METRICS_INTERVAL_S)
         if value <= interval_s:
             warnings.warn(
                 f"`look_back_period_s` ({value}) must be greater than `metrics_interval_s` ({interval_s}).",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Context, ContextVar, copy_context
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from opentelemetry.context import get_current
 
+from muster.sdk.absent import absent
 from serve_common.errors import PermanentError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
@@ -24,6 +26,7 @@ __all__ = [
     "get_multiplexed_model_id",
     "get_replica_context",
     "get_request_context",
+    "get_trace_context",
 ]
 
 batch_contexts: Final[ContextVar[Sequence[RequestContext | None]]] = ContextVar("muster_batch", default=())
@@ -56,6 +59,9 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     servable_object: object
     """The constructed object of the user's class, or the function; None until the constructor has returned."""
 
+    gang_context: None = None
+    """There are no gangs."""
+
     @property
     def replica_id(self) -> ReplicaTag:
         """Ray Serve's newer name for ``replica_tag``."""
@@ -86,6 +92,11 @@ def get_request_context() -> RequestContext | None:
     return request_context.get()
 
 
+def get_trace_context() -> dict[str, Any] | None:
+    """The current OpenTelemetry context, for spans of your own; None where no request is traced."""
+    return get_current() or None
+
+
 def get_batch_request_contexts() -> list[RequestContext | None]:
     """In a batch function: the contexts of its items, in their order; None for an item that belongs to no request.
 
@@ -98,3 +109,9 @@ def get_multiplexed_model_id() -> str:
     """The model that the request is for, as its caller said (header ``serve_multiplexed_model_id``); empty for none."""
     context = request_context.get()
     return "" if context is None else context.model_id
+
+
+if not TYPE_CHECKING:  # a checker would take it for any name
+
+    def __getattr__(name: str) -> object:
+        return absent("context", name)

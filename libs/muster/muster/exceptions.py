@@ -6,7 +6,10 @@ catches the same objects.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from muster.handles.options import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from muster.sdk.absent import NotInMuster
 from serve_common.errors import ReplicaDied, ServeError
 
 RayServeException = ServeError
@@ -14,10 +17,19 @@ RayServeException = ServeError
 ReplicaUnavailableError = ReplicaDied
 """The replica that had the request is gone."""
 
+
+class gRPCStatusError(ServeError):  # noqa: N801 - Ray Serve's name
+    """Never raised: there is no gRPC ingress. It may be caught; making one raises `NotInMuster`."""
+
+    def __init__(self, *_: object, **__: object) -> NoReturn:
+        raise NotInMuster("gRPCStatusError", "there is no gRPC ingress; raise an exception of your own")
+
+
 __all__ = [
     "BackPressureError",
     "DeploymentUnavailableError",
     "RayServeException",
     "ReplicaUnavailableError",
     "RequestCancelledError",
+    "gRPCStatusError",
 ]

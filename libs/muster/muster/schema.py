@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
@@ -21,6 +21,7 @@ from muster.config import (
     ProxyLocation,
     RequestRouterConfig,
 )
+from muster.sdk.absent import absent
 
 _LOG_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -388,6 +389,17 @@ class DeploymentStatus(str, Enum):
     DOWNSCALING = "DOWNSCALING"
 
 
+class ReplicaRank(BaseModel):
+    """A number of each replica; Muster gives none yet."""
+
+    rank: int
+    """Number among all replicas of the deployment, from 0."""
+    node_rank: int
+    """Number of its machine among those of the deployment, from 0."""
+    local_rank: int
+    """Number among the deployment's replicas on its machine, from 0."""
+
+
 class DeploymentStatusTrigger(str, Enum):
     """What brought a deployment into its state."""
 
@@ -454,3 +466,9 @@ class ServeStatus:
     """Applications by name."""
     target_capacity: float | None = None
     """Always None."""
+
+
+if not TYPE_CHECKING:  # a checker would take it for any name
+
+    def __getattr__(name: str) -> object:
+        return absent("schema", name)

@@ -91,7 +91,7 @@ def find_bus_outside_replica(
 
 _log = structlog.get_logger(__name__)
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 BUS_WAIT_S: Final = 5.0
 """Seconds that a call waits for NATS to come back; the same as in a proxy."""
@@ -228,7 +228,7 @@ class Runtime:
         router = self._parts.router
         return router.failure is not None and time.monotonic() - router.failed_at >= _RETRY_AFTER_S
 
-    def submit(self, question: Callable[[HandleRouter], Coroutine[object, object, Answer]]) -> Future[Answer]:
+    def submit(self, question: Callable[[HandleRouter], Coroutine[object, object, Reply]]) -> Future[Reply]:
         """Run ``question`` on the router's thread."""
         return self._thread.submit(question(self._parts.router))
 

@@ -262,6 +262,44 @@ def run_many(
     return [DeploymentHandle(app.ingress, app.name) for app in apps]
 
 
+def _run(
+    target: Application,
+    *,
+    _blocking: bool = True,
+    name: str = DEFAULT_APPLICATION,
+    route_prefix: str | None = "/",
+    logging_config: dict[str, Any] | LoggingConfig | None = None,
+    _local_testing_mode: bool = False,
+    external_scaler_enabled: bool = False,
+    controller_options: dict[str, Any] | ControllerOptions | None = None,
+) -> DeploymentHandle:
+    """`run`, which with ``_blocking=False`` does not wait until the application serves."""
+    [handle] = run_many(
+        [RunTarget(target, name, route_prefix, logging_config, external_scaler_enabled)],
+        wait_for_applications_running=_blocking,
+        _local_testing_mode=_local_testing_mode,
+        controller_options=controller_options,
+    )
+    return handle
+
+
+def _run_many(
+    targets: Sequence[RunTarget],
+    wait_for_ingress_deployment_creation: bool = True,  # noqa: FBT001, FBT002 - Ray Serve's signature
+    wait_for_applications_running: bool = True,  # noqa: FBT001, FBT002 - as above
+    _local_testing_mode: bool = False,  # noqa: FBT001, FBT002 - as above
+    controller_options: dict[str, Any] | ControllerOptions | None = None,
+) -> list[DeploymentHandle]:
+    """`run_many`, without ``blocking``."""
+    return run_many(
+        targets,
+        wait_for_ingress_deployment_creation=wait_for_ingress_deployment_creation,
+        wait_for_applications_running=wait_for_applications_running,
+        _local_testing_mode=_local_testing_mode,
+        controller_options=controller_options,
+    )
+
+
 async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> GoalId | None:
     for deployment in app.deployments:
         await _upload(stack, deployment.digest, deployment.code)

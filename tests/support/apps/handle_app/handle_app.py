@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 
+import muster as serve
 from muster.handles import get_deployment_handle
 from serve_common.runtime.request_context import request_context
 
@@ -74,6 +75,12 @@ class Leaf:
     def plain_numbers(self, count):
         yield from range(count)
 
+    async def number(self):
+        return 1
+
+    def plain_number(self):
+        return 1
+
     async def broken_numbers(self):
         yield 1
         raise Known("after one")
@@ -136,6 +143,28 @@ class Middle:
     async def composed(self, name):
         return await self.leaf.greet.remote(self.leaf.greet.remote(name), greeting="oh,")
 
+    async def everyone(self):
+        return await get_deployment_handle("rolled").broadcast("who").results_async()
+
     async def who(self):
         rolled = get_deployment_handle("rolled")
         return [await rolled.who.remote() for _ in range(8)]
+
+
+async def application(scope, receive, send):
+    """Serves nothing over HTTP."""
+
+
+@serve.ingress(application)
+class Ingress:
+    """An ASGI application whose methods are called by handles."""
+
+    async def number(self, number):
+        return number
+
+    async def numbers(self, count):
+        for number in range(count):
+            yield number
+
+    def plain_numbers(self, count):
+        yield from range(count)

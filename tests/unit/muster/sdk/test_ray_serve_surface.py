@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,43 +18,18 @@ import pytest
 from pydantic import BaseModel
 
 import muster
+from muster.exceptions import RayServeException
+from muster.sdk.absent import ABSENT
+from serve_common.errors import ServeError
 from tests.support.paths import ROOT
 
 RAY_SERVE = Path(str(importlib.util.find_spec("ray").origin)).parent / "serve"  # type: ignore[union-attr]
 
-NOT_THERE = {
-    "config": set[str](),
-    "schema": {
-        # the dashboard's REST API
-        "APIType",
-        "ApplicationDetails",
-        "AutoscalingMetricsHealth",
-        "AutoscalingStatus",
-        "ControllerHealthMetrics",
-        "DeploymentAutoscalingDetail",
-        "DeploymentDetails",
-        "DeploymentNode",
-        "DeploymentTopology",
-        "DurationStats",
-        "ProxyDetails",
-        "ReplicaDetails",
-        "ScaleDeploymentRequest",
-        "ScalingDecision",
-        "ServeActorDetails",
-        "ServeInstanceDetails",
-        "Target",
-        "TargetGroup",
-        # task consumers
-        "CeleryAdapterConfig",
-        "TaskProcessorAdapter",
-        "TaskProcessorConfig",
-        "TaskResult",
-        # gangs
-        "ReplicaRank",
-    },
-    "exceptions": {"gRPCStatusError"},
-}
-NO_FUNCTIONS = {"get_deployment_actor", "get_deployment_actor_context", "get_trace_context"}
+MODULES = ("config", "context", "exceptions", "handle", "metrics", "schema")
+CONSTANTS = {"TARGET_CAPACITY_FIELD"}
+"""Public constants that serve the definition of classes only."""
+NO_CLASSES = {"gRPCStatusError"}
+"""Classes that may be named and caught, and not made."""
 OTHER_FIELDS = {"AutoscalingContext"}
 """Classes of which Muster's own have other fields."""
 
@@ -87,20 +63,64 @@ def members(node: ast.ClassDef) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("module", NOT_THERE)
-def test_every_class_is_there_or_left_out_on_purpose(module: str) -> None:
+def public_names(module: str) -> set[str]:
+    """Classes, functions and constants that the module defines itself."""
+    tree = ast.parse((RAY_SERVE / f"{module}.py").read_text())
+    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    constants = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.isupper() and len(target.id) > 1
+    }
+    return {name for name in defined | constants if not name.startswith("_")} - CONSTANTS
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_has_every_public_name_of_its_namesake(module: str) -> None:
     ours = importlib.import_module(f"muster.{module}")
-    missing = {name for name in classes(module) if not hasattr(ours, name)}
-    assert missing == NOT_THERE[module]
+    names = public_names(module) if module != "metrics" else {"Counter", "Gauge", "Histogram"}
+    assert names
+    assert [name for name in sorted(names) if not hasattr(ours, name)] == []
+
+
+def absent_names() -> set[str]:
+    return {name for names in ABSENT.values() for name in names}
+
+
+def test_the_page_lists_what_a_module_has_in_name_only() -> None:
+    listed = {name for row in table("Names of modules") for name in row.replace("`", "").split(", ")}
+    assert listed == absent_names() | NO_CLASSES
+    assert absent_names() <= public_names("schema") | public_names("context")
+
+
+@pytest.mark.parametrize("module", ABSENT)
+def test_what_is_not_there_says_so_when_it_is_used(module: str) -> None:
+    ours = importlib.import_module(f"muster.{module}")
+    for name, instead in ABSENT[module].items():
+        kind: Any = getattr(ours, name)
+        assert kind is getattr(ours, name)
+        words = f"^{name}.* is not there in Muster: {re.escape(instead)}"
+        with pytest.raises(RayServeException, match=words):
+            kind(a=1)
+        with pytest.raises(RayServeException, match=words):
+            _ = kind.FIRST
+        with pytest.raises(RayServeException, match=words):
+            type(kind)("Own", (kind,), {})
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = ours.Nonsense
+    with pytest.raises(ServeError, match="gRPC ingress"):
+        muster.exceptions.gRPCStatusError(ValueError("x"))
 
 
 @pytest.mark.parametrize("module", ["config", "schema"])
 def test_every_field_and_every_member_is_there(module: str) -> None:
     ours, compared = importlib.import_module(f"muster.{module}"), 0
     for name, node in classes(module).items():
-        mine = getattr(ours, name, None)
-        if mine is None or name in OTHER_FIELDS:
+        if name in OTHER_FIELDS or name in absent_names():
             continue
+        mine = getattr(ours, name)
         if issubclass(mine, Enum):
             assert {member.name: member.value for member in mine} == members(node), name
         else:
@@ -129,9 +149,7 @@ def test_every_function_has_the_same_parameters() -> None:
     tree, compared = ast.parse((RAY_SERVE / "api.py").read_text()), 0
     names = exported_names()
     for node in tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.name not in names or node.name in NO_FUNCTIONS:
-            continue
-        if node.name.startswith("_"):
+        if not isinstance(node, ast.FunctionDef) or node.name not in names:
             continue
         theirs, ours = signature(node), list(inspect.signature(getattr(muster, node.name)).parameters)
         private = {name for name in theirs if name.startswith("_") and name not in ours}
@@ -173,8 +191,10 @@ def test_the_page_says_of_every_name_whether_it_is_there() -> None:
     assert set(said) == exported_names()
     for name, state in said.items():
         assert state in ("works", "differs", "not there")
-        is_there = hasattr(muster, name)
-        assert is_there == (state != "not there") or name == "ControllerOptions", name
+        found = getattr(muster, name)
+        if state == "not there" and name != "ControllerOptions":
+            with pytest.raises(ServeError, match=f"{name}.* is not there"):
+                found("name") if inspect.signature(found).parameters else found()
 
 
 def test_the_page_says_of_every_option_whether_it_works() -> None:
