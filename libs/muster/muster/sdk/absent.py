@@ -30,14 +30,15 @@ class _Absent(type):
     def __call__(cls, *_: object, **__: object) -> NoReturn:
         raise NotInMuster(cls.__name__, cls._instead)
 
+    def __new__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> _Absent:
+        for base in bases:
+            raise NotInMuster(base.__name__, vars(base)["_instead"])
+        return super().__new__(cls, name, bases, content)
+
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):  # what tools ask of any class
             raise AttributeError(name)
         raise NotInMuster(f"{cls.__name__}.{name}", cls._instead)
-
-
-def _refuse_subclass(cls: _Absent) -> NoReturn:
-    raise NotInMuster(cls.__mro__[1].__name__, cls._instead)
 
 
 _REST: Final = "there is no dashboard; serve.status() and 'muster status --format json' say how everything is"
@@ -84,10 +85,7 @@ def absent(module: str, name: str) -> Any:
     instead = ABSENT[module].get(name)
     if instead is None:
         raise AttributeError(f"module 'muster.{module}' has no attribute {name!r}")
-    return _made.setdefault(
-        (module, name),
-        _Absent(name, (), {"_instead": instead, "__init_subclass__": classmethod(_refuse_subclass)}),
-    )
+    return _made.setdefault((module, name), _Absent(name, (), {"_instead": instead}))
 
 
 def get_deployment_actor(actor_name: str) -> NoReturn:  # noqa: ARG001 - Ray Serve's signature
