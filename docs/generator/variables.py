@@ -319,6 +319,21 @@ SECTIONS: Final = (
             Variable(
                 "MUSTER_STATE_DIR", "State directory of the embedded stack.", "`.muster` here or in a parent"
             ),
+            Variable(
+                "MUSTER_CONTEXT",
+                "Context that names the stack, where none of these variables names one; see `muster context`.",
+                "the context in use",
+            ),
+            Variable(
+                "MUSTER_NATS_PORT",
+                "Where compose publishes NATS, also when it is in `.env` beside `compose.yaml`.",
+                "`127.0.0.1:4222`",
+            ),
+            Variable(
+                "MUSTER_HTTP_PORT",
+                "Where compose publishes HTTP, likewise, for URLs that are printed.",
+                "8000",
+            ),
             Variable("MUSTER_DEBUG", "Anything: unexpected errors are printed with their traceback.", ""),
         ),
     ),

@@ -28,7 +28,7 @@ from muster.cli.output import (
     style_state,
     table,
 )
-from muster.cli.queries import FieldsOption, ReadRequest, query_command
+from muster.cli.queries import FieldsOption, ReadRequest, ShowEnvOption, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import ChangeReply, Command, CreateBackend, DeleteBackend, UpdateBackendConfig
 from serve_common.api.queries import GetAllBackends, GetBackendConfig
@@ -132,10 +132,10 @@ def delete(
 
 
 @query_command
-def show(*, tag: Tag) -> ReadRequest[BackendConfigView]:
+def show(*, tag: Tag, show_env: ShowEnvOption = False) -> ReadRequest[BackendConfigView]:
     """Show the configuration of a backend or deployment."""
     query = GetBackendConfig(backend_tag=deployment_tag(tag, "BACKEND"))
-    return ReadRequest(query, _show_config)
+    return ReadRequest(query, _show_config, shows_secrets=show_env)
 
 
 @query_command

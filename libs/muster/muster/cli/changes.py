@@ -153,8 +153,12 @@ async def perform(
     is_waiting: bool,
     host: str,
     progress: Progress,
+    http_url: str = "",
 ) -> ChangeOutcome:
-    """Send the change and wait. ``host`` replaces wildcard addresses of proxies. Raises what the controller raises."""
+    """Send the change and wait. Raises what the controller raises.
+
+    ``http_url`` is the base of reported URLs; empty: the addresses of proxies, in which ``host`` replaces wildcards.
+    """
     loop = asyncio.get_running_loop()
     started_at = loop.time()
     goal_ids, updating = await _send(admin, change)
@@ -178,7 +182,7 @@ async def perform(
                 error="" if older is None else older.error,
                 took_s=elapsed_s(),
                 deployment=deployment,
-                urls=await _urls(admin, change, host),
+                urls=await _urls(admin, change, host, http_url),
             )
     view: GoalView | None = None
     for each in goal_ids:
@@ -197,7 +201,7 @@ async def perform(
         message="" if view is None else view.message,
         took_s=elapsed_s(),
         deployment=await _deployment(admin, change),
-        urls=await _urls(admin, change, host) if result is ChangeResult.SUCCEEDED else [],
+        urls=await _urls(admin, change, host, http_url) if result is ChangeResult.SUCCEEDED else [],
     )
 
 
@@ -234,9 +238,11 @@ async def _deployment(admin: AdminClient, change: ChangeRequest) -> DeploymentVi
         return None
 
 
-async def _urls(admin: AdminClient, change: ChangeRequest, host: str) -> list[str]:
+async def _urls(admin: AdminClient, change: ChangeRequest, host: str, http_url: str) -> list[str]:
     if change.route is None:
         return []
+    if http_url:
+        return [f"{http_url}{change.route}"]
     try:
         proxies = await admin.call(GetHttpProxies())
     except ServeError:
@@ -418,6 +424,7 @@ def change_command(
                         is_waiting=not no_wait,
                         host=address.host,
                         progress=progress,
+                        http_url=address.http_url,
                     ),
                 )
                 _show(outcome, change, as_json=as_json)

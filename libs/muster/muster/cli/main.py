@@ -16,7 +16,7 @@ import typer
 
 from muster.cli.help import COMMON, OF_COMMAND, Commands, PlainGroup
 from muster.cli.output import PlainFormatter, configure_logs
-from muster.cli.queries import CredsOption, NatsOption, PasswordFileOption, UserOption
+from muster.cli.queries import ContextOption, CredsOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.session import EXIT_CODES_HELP, Session, StackChoice
 
 _HOW_TO_STOP = "Ctrl-C stops what 'muster up' runs, and 'docker compose down' a stack in containers."
@@ -42,6 +42,7 @@ _SAVE = "Save, restore and delete everything"
 COMMANDS: Final = {
     "up": _Command(_RUN, "up", "up"),
     "secrets": _Command(_RUN, "backup", "secrets"),
+    "context": _Command(_RUN, "contexts", "app"),
     "deploy": _Command(_DEPLOY, "deployments", "deploy"),
     "update": _Command(_DEPLOY, "backend", "update"),
     "scale": _Command(_DEPLOY, "deployments", "scale"),
@@ -147,6 +148,7 @@ def root(
     creds: CredsOption = None,
     user: UserOption = None,
     password_file: PasswordFileOption = None,
+    context_name: ContextOption = None,
     version: Annotated[  # noqa: ARG001 - its callback does it
         bool,
         typer.Option(
@@ -174,10 +176,12 @@ def root(
 
     Commands find the stack by themselves: the one that 'muster up' runs from .muster in this directory or a parent, or
     else the Docker Compose stack whose 'secrets' directory is in this directory or a parent. For any other, give
-    --nats URL before or after the command's name, or set MUSTER_NATS_URL.
+    --nats URL before or after the command's name, set MUSTER_NATS_URL, or name it with 'muster context'.
     """
     session = context.obj if isinstance(context.obj, Session) else Session()
-    session.options = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
+    session.options = StackChoice(
+        nats=nats, creds=creds, user=user, password_file=password_file, context=context_name
+    )
     context.obj = session
 
 

@@ -314,6 +314,29 @@ def get_facts(fields: msgspec.Struct) -> dict[str, str]:
     return {name: format_value(value) for name, value in named.items() if value not in ("", [], {}, None)}
 
 
+_SECRET_NAME: Final = re.compile(
+    r"pass|pwd|secret|token|key|cred|auth|private|dsn|cookie|session", re.IGNORECASE
+)
+_SECRET_URL: Final = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+MASKED: Final = "********"
+
+
+def mask_secrets(code: ReplicaConfig) -> ReplicaConfig:
+    """``code`` without values of environment variables that look like secrets, by their names or as URLs."""
+    options = code.ray_actor_options
+    variables = options.runtime_env.get("env_vars")
+    if not isinstance(variables, dict):
+        return code
+    masked = {
+        name: MASKED if _SECRET_NAME.search(name) or _SECRET_URL.search(str(value)) else value
+        for name, value in variables.items()
+    }
+    runtime_env = {**options.runtime_env, "env_vars": masked}
+    return msgspec.structs.replace(
+        code, ray_actor_options=msgspec.structs.replace(options, runtime_env=runtime_env)
+    )
+
+
 def format_methods(methods: Sequence[str]) -> str:
     """HTTP methods as a list; ``all`` when none is missing."""
     return "all" if set(methods) == set(METHODS) else ", ".join(methods)

@@ -12,10 +12,11 @@ import msgspec
 import typer
 
 from muster.cli.help import COMMON, WHICH_STACK
-from muster.cli.output import Progress, print_json
+from muster.cli.output import Progress, mask_secrets, print_json
 from muster.cli.session import Result, Session, StackChoice, get_session
 from muster.client.admin import AdminClient, Stack
 from serve_common.api.queries import Query
+from serve_common.api.views import BackendConfigView, BackendView, DeploymentView, StatusView
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.", rich_help_panel=COMMON)]
 NatsOption = Annotated[
@@ -56,6 +57,15 @@ PasswordFileOption = Annotated[
         rich_help_panel=WHICH_STACK,
     ),
 ]
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="NAME",
+        help="Context that names the stack, as 'muster context add' stored it; 'local' for none (or MUSTER_CONTEXT).",
+        rich_help_panel=WHICH_STACK,
+    ),
+]
 TimeoutOption = Annotated[
     float,
     typer.Option(
@@ -91,6 +101,13 @@ FieldsOption = Annotated[
 ]
 DeploymentName = Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP)]
 
+ShowEnvOption = Annotated[
+    bool,
+    typer.Option(
+        "--show-env", help="Show all values of environment variables, also those that look like secrets."
+    ),
+]
+
 Run = Callable[[typer.Context, dict[str, Any]], None]
 """Runs a command with the values of all its parameters by name."""
 
@@ -122,13 +139,15 @@ STACK_OPTIONS = (
     parameter("creds", CredsOption),
     parameter("user", UserOption),
     parameter("password_file", PasswordFileOption),
+    parameter("context_name", ContextOption),
 )
 """Options of every command that reaches a stack."""
 
 
 def pop_stack_choice(values: dict[str, Any]) -> StackChoice:
     """Remove the options that choose a stack from ``values`` and return them."""
-    return StackChoice(**{name: values.pop(name) for name in ("nats", "creds", "user", "password_file")})
+    options = {name: values.pop(name) for name in ("nats", "creds", "user", "password_file")}
+    return StackChoice(context=values.pop("context_name"), **options)
 
 
 def build_command(
@@ -177,12 +196,25 @@ class ReadRequest(msgspec.Struct, Generic[Reply], frozen=True):
     query: Query[Reply] | Callable[[AdminClient], Awaitable[Reply]]
     """A query, or a function for what takes several calls."""
     show: Callable[[Reply], None]
+    shows_secrets: bool = False
+    """Values of environment variables that look like secrets are not masked."""
 
     async def send(self, stack: Stack, _progress: Progress) -> Reply:
         """Return the reply of the controller."""
         if isinstance(self.query, Query):
             return await stack.admin.call(self.query)
         return await self.query(stack.admin)
+
+
+def _masked(reply: Any) -> Any:
+    """The reply of a query without secrets in environment variables, wherever it has code."""
+    if isinstance(reply, list):
+        return [_masked(each) for each in reply]
+    if isinstance(reply, StatusView):
+        return msgspec.structs.replace(reply, deployments=_masked(reply.deployments))
+    if isinstance(reply, DeploymentView | BackendView | BackendConfigView):
+        return msgspec.structs.replace(reply, replica_config=mask_secrets(reply.replica_config))
+    return reply
 
 
 def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]:
@@ -196,6 +228,8 @@ def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]
             request = call_builder(build, session, values)
             title = build.__name__.replace("_", " ").strip()
             reply = session.run(session.find_stack(choice), title, request.send, retry_for_s=_RETRY_S)
+            if not request.shows_secrets:
+                reply = _masked(reply)
             if as_json:
                 print_json(reply)
             else:

@@ -16,6 +16,7 @@ import typer
 
 from muster.cli.output import Progress, configure_logs, print_error, print_json
 from muster.client.admin import Stack, connect_stack
+from muster.client.contexts import Context, choose_context
 from muster.client.requests import (
     DEFAULT_URL,
     DEFAULT_USER,
@@ -52,6 +53,7 @@ SECRETS_DIRECTORY: Final = "secrets"
 _STORED_USERS: Final = frozenset({DEFAULT_USER, "client"})
 """Users whose credentials are stored with a stack: people, and deployment handles outside of replicas."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+_EVERYWHERE: Final = frozenset({"", "0.0.0.0", "[::]"})  # noqa: S104 - compared with, not bound
 
 
 class StackChoice(msgspec.Struct, frozen=True):
@@ -61,6 +63,7 @@ class StackChoice(msgspec.Struct, frozen=True):
     creds: Path | None = None
     user: str | None = None
     password_file: Path | None = None
+    context: str | None = None
 
     def over(self, other: StackChoice) -> StackChoice:
         """These options, and those of ``other`` where these are not given."""
@@ -69,20 +72,27 @@ class StackChoice(msgspec.Struct, frozen=True):
             creds=self.creds or other.creds,
             user=self.user or other.user,
             password_file=self.password_file or other.password_file,
+            context=self.context or other.context,
         )
 
 
 def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Path) -> StackAddress:
-    """Resolve the address of a stack from options, environment, and the stacks in ``directory`` and its parents.
+    """Resolve the address of a stack from options, environment, contexts, and the stacks around ``directory``.
 
-    In this order: the address that is given (``--nats`` or MUSTER_NATS_URL); the embedded stack that runs from
-    ``.muster`` in ``directory`` or a parent; the stack of compose whose ``secrets`` directory is in ``directory`` or a
-    parent. Credentials that are not given are those stored with the stack that the address belongs to, and are never
-    used with another machine.
+    In this order: the address that is given (``--nats``, or the context of ``--context``); MUSTER_NATS_URL; the context
+    of MUSTER_CONTEXT; the context in use; the embedded stack that runs from ``.muster`` in ``directory`` or a
+    parent; the stack of compose whose ``secrets`` directory is in ``directory`` or a parent. Credentials that are not
+    given are those stored with the stack or context that the address belongs to, and are never used with another
+    machine.
 
     Raises `BusUnavailable` when none is given and none is found, `BadField` for invalid values, and `SecretUnusable`
     for a password file of a found stack that cannot be read.
     """
+    if options.nats and options.context:
+        raise BadField("--context", "and --nats must not both be given")
+    context = None if options.nats else choose_context(options.context, variables)
+    if context is not None:
+        return _address_of_context(context, options, directory)
     environment = Environment(variables)
     field = "--nats" if options.nats else "MUSTER_NATS_URL"
     url = options.nats or environment.optional("MUSTER_NATS_URL")
@@ -92,19 +102,27 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
     password = _find_password(options, environment)
     credentials = _find_credentials(options, environment, directory)
     composed = _secrets_of_compose(directory)
-    if url is None and (composed is not None or password is not None or credentials is not None):
+    if url is None and composed is not None:
+        url, field = _published_nats(variables, composed.parent), "MUSTER_NATS_PORT"
+    if url is None and (password is not None or credentials is not None):
         url = DEFAULT_URL
     if url is None:
         raise BusUnavailable(
-            "no stack was found; start one with 'muster up', or say where one is with --nats or MUSTER_NATS_URL"
+            "no stack was found; start one with 'muster up', or say where one is with --nats or MUSTER_NATS_URL "
+            "('muster context' names stacks; MUSTER_STATE_DIR finds that of 'muster up --state-dir')"
         )
     parsed = parse_urls(url, field)
     user = options.user or parsed.user or environment.text("MUSTER_NATS_USER", DEFAULT_USER)
     if options.password_file is None and parsed.password is not None:
         password = parsed.password
         credentials = None if options.creds is None else credentials
+    is_embedded = embedded is not None and parsed.urls == parse_urls(embedded.nats_url, "run.json").urls
+    is_composed = composed is not None and not is_embedded and _hosts(parsed.urls) <= _LOOPBACK
     if password is None and credentials is None and user in _STORED_USERS:
-        credentials, password = _stored_credentials(user, parsed.urls, embedded, composed)
+        if is_embedded and embedded is not None:
+            credentials, password = _stored_credentials(user, Path(embedded.secrets))
+        elif is_composed and composed is not None:
+            credentials, password = _stored_credentials(user, composed)
     return StackAddress(
         urls=parsed.urls,
         credentials_file=credentials,
@@ -112,7 +130,68 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
         password=password,
         subject_prefix=environment.text("MUSTER_SUBJECT_PREFIX", "serve"),
         tls_ca_file=_readable(environment.optional("MUSTER_NATS_TLS_CA_FILE"), "MUSTER_NATS_TLS_CA_FILE"),
+        http_url=_published_http(variables, composed.parent) if is_composed and composed is not None else "",
     )
+
+
+def _address_of_context(context: Context, options: StackChoice, directory: Path) -> StackAddress:
+    parsed = parse_urls(context.nats, "nats of the context")
+    has_other_user = (
+        options.user is not None or options.password_file is not None or options.creds is not None
+    )
+    creds = None if has_other_user else context.creds
+    password_file = None if has_other_user or creds else context.password_file
+    if options.creds is not None:
+        creds = str(directory / options.creds)
+    if options.password_file is not None:
+        password_file = str(directory / options.password_file)
+    return StackAddress(
+        urls=parsed.urls,
+        credentials_file=_readable(creds, "--creds"),
+        user=options.user or context.user or DEFAULT_USER,
+        password=None if password_file is None else _read_password(password_file, "--password-file"),
+        subject_prefix=context.subject_prefix,
+        tls_ca_file=_readable(context.tls_ca_file, "--tls-ca-file"),
+        http_url=context.http,
+    )
+
+
+def _published_nats(variables: Mapping[str, str], checkout: Path) -> str:
+    """The address at which compose publishes NATS."""
+    published = _compose_variable("MUSTER_NATS_PORT", variables, checkout) or "4222"
+    if published.rpartition(":")[2] == "0":
+        raise BadField(
+            "MUSTER_NATS_PORT",
+            f"is {published}, so Docker chose the port; give --nats with what 'docker compose port nats 4222' prints",
+        )
+    return f"nats://{_as_address(published)}"
+
+
+def _published_http(variables: Mapping[str, str], checkout: Path) -> str:
+    """The URL at which compose publishes HTTP; empty where Docker chose the port."""
+    published = _compose_variable("MUSTER_HTTP_PORT", variables, checkout) or "8000"
+    return "" if published.rpartition(":")[2] == "0" else f"http://{_as_address(published)}"
+
+
+def _as_address(published: str) -> str:
+    """``port`` or ``address:port`` as compose takes it; all interfaces become this machine."""
+    host, _, port = published.rpartition(":")
+    return f"{'127.0.0.1' if host in _EVERYWHERE else host}:{port}"
+
+
+def _compose_variable(name: str, variables: Mapping[str, str], checkout: Path) -> str | None:
+    """A variable as compose reads it: from the environment, or else from ``.env`` beside compose.yaml."""
+    if variables.get(name):
+        return variables[name]
+    try:
+        lines = (checkout / ".env").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    for line in reversed(lines):
+        key, equals, value = line.strip().removeprefix("export ").partition("=")
+        if equals and key.strip() == name:
+            return value.strip().strip("\"'") or None
+    return None
 
 
 def _find_credentials(options: StackChoice, environment: Environment, directory: Path) -> str | None:
@@ -127,27 +206,22 @@ def _find_credentials(options: StackChoice, environment: Environment, directory:
 
 def _find_password(options: StackChoice, environment: Environment) -> str | None:
     if options.password_file is not None:
-        variables = {"given_FILE": str(options.password_file)}
-        try:
-            return Environment(variables).secret("given")
-        except BadField as error:
-            raise BadField("--password-file", error.reason) from error
+        return _read_password(str(options.password_file), "--password-file")
     if environment.optional("MUSTER_NATS_PASSWORD") or environment.optional("MUSTER_NATS_PASSWORD_FILE"):
         return environment.secret("MUSTER_NATS_PASSWORD")
     return None
 
 
-def _stored_credentials(
-    user: str, urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None
-) -> tuple[str | None, str | None]:
+def _read_password(file: str, field: str) -> str:
+    try:
+        return Environment({"given_FILE": file}).secret("given")
+    except BadField as error:
+        raise BadField(field, error.reason) from error
+
+
+def _stored_credentials(user: str, directory: Path) -> tuple[str | None, str | None]:
     """The file of credentials, or else the password, that is stored with the stack."""
-    secrets = None
-    if embedded is not None and urls == parse_urls(embedded.nats_url, "run.json").urls:
-        secrets = Secrets(Path(embedded.secrets))
-    elif composed is not None and _hosts(urls) <= _LOOPBACK:
-        secrets = Secrets(composed)
-    if secrets is None:
-        return None, None
+    secrets = Secrets(directory)
     file = secrets.credentials_file(Role(user))
     return (str(file), None) if file.is_file() else (None, secrets.read(f"nats_{user}"))
 

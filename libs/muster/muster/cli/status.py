@@ -29,7 +29,7 @@ from muster.cli.output import (
     style_state,
     table,
 )
-from muster.cli.queries import NAME_HELP, DeploymentName, ReadRequest, query_command
+from muster.cli.queries import NAME_HELP, DeploymentName, ReadRequest, ShowEnvOption, query_command
 from muster.cli.session import Session
 from muster.client.admin import AdminClient
 from serve_common.api.commands import DrainHost, PauseAutoscaling, ResumeAutoscaling, UndrainHost
@@ -194,7 +194,7 @@ def _show(view: DeploymentView, config: dict[str, str]) -> None:
             "deployment": short_name(view.name),
             "status": view.status.value,
             "application": f"{view.application}{' (its ingress)' if view.is_ingress else ''}",
-            "version": f"{view.version or '(none)'}, code version {view.code_version}",
+            "version": view.version or "(none)",
             "route": view.route_prefix or "none; called over NATS only",
             "methods": format_methods(view.methods),
             "replicas": counts(view.replicas, view.backend_config),
@@ -282,7 +282,7 @@ def list_(
 
 
 @query_command
-def info(*, name: DeploymentName) -> ReadRequest[DeploymentView]:
+def info(*, name: DeploymentName, show_env: ShowEnvOption = False) -> ReadRequest[DeploymentView]:
     """Show one deployment in full: configuration, last change, replicas.
 
     Example:
@@ -291,7 +291,7 @@ def info(*, name: DeploymentName) -> ReadRequest[DeploymentView]:
     'muster status digits' is the short form.
     """
     query = GetDeploymentInfo(name=deployment_tag(name))
-    return ReadRequest(query, show_everything)
+    return ReadRequest(query, show_everything, shows_secrets=show_env)
 
 
 @query_command
@@ -302,6 +302,7 @@ def status(
         str | None,
         typer.Argument(metavar="NAME", help=f"{NAME_HELP} Default: all."),
     ] = None,
+    show_env: ShowEnvOption = False,
 ) -> ReadRequest[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
 
@@ -313,7 +314,7 @@ def status(
     """
     if name is not None:
         query = GetDeploymentInfo(name=deployment_tag(name))
-        return ReadRequest(query, show_deployment)
+        return ReadRequest(query, show_deployment, shows_secrets=show_env)
     if (full := session.full_disk()) is not None:
         print_error(full)
 
@@ -324,7 +325,7 @@ def status(
                 "warning: NATS has plain users: replicas can read and answer each other's requests (see SECURITY.md)"
             )
 
-    return ReadRequest(AdminClient.fetch_status, show)
+    return ReadRequest(AdminClient.fetch_status, show, shows_secrets=show_env)
 
 
 Host = Annotated[str, typer.Argument(metavar="HOST", help="Host id, as 'muster host list' shows it.")]

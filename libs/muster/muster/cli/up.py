@@ -85,6 +85,8 @@ class UpReport:
             "state": self._relative(record.state_dir),
             "logs": f"{self._relative(record.state_dir)}/logs",
         }
+        if Path(record.state_dir) != self._directory.resolve() / DEFAULT_STATE_DIR:
+            rows["commands"] = f"find it with MUSTER_STATE_DIR={record.state_dir}"
         width = max(map(len, rows)) + 2
         lines = [f"ready after {seconds:.1f} s", "", *(f"  {k:<{width}}{v}" for k, v in rows.items()), ""]
         self._print("\n".join(lines))

@@ -31,6 +31,8 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
     password: str | None = None
     subject_prefix: str = "serve"
     tls_ca_file: str | None = None
+    http_url: str = ""
+    """Base URL at which users reach HTTP, where it is known; empty: the proxies' own addresses."""
 
     def __repr__(self) -> str:
         return f"StackAddress(urls={self.urls!r}, user={self.user!r}, password=…)"

@@ -57,10 +57,11 @@ def find_bus() -> BusSettings:
 def find_bus_outside_replica(
     variables: Mapping[str, str], directory: Path, nats: str | None = None
 ) -> BusSettings:
-    """Find a stack for a process that is no replica: ``nats``, MUSTER_NATS_URL, or one in ``directory`` or its parents.
+    """Find a stack for a process that is no replica: ``nats``, or what the command line would find.
 
-    Credentials are the file MUSTER_CLIENT_CREDS_FILE, or those stored with the stack. For a NATS with plain users the
-    user is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or that of the same user in the URL.
+    Credentials are the file MUSTER_CLIENT_CREDS_FILE, or those stored with the stack or the context. For a NATS with
+    plain users the user is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or that of the same
+    user in the URL.
     Raises `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
 
     Why a role of its own, `Role.CLIENT`: a program that can send pickles to replicas runs code there, which tools with
@@ -68,6 +69,7 @@ def find_bus_outside_replica(
     """
     # Only here: a replica needs none of it.
     from muster.cli.session import StackChoice, find_stack  # noqa: PLC0415 - as above
+    from muster.client.contexts import LOCAL, choose_context  # noqa: PLC0415 - as above
     from muster.client.requests import parse_urls  # noqa: PLC0415 - as above
 
     user = variables.get("MUSTER_CLIENT_USER") or Role.CLIENT.value
@@ -80,13 +82,21 @@ def find_bus_outside_replica(
     }
     own |= {known: variables[name] for name, known in _OWN_VARIABLES.items() if variables.get(name)}
     url = nats or variables.get("MUSTER_NATS_URL")
+    context = None if url else choose_context(None, variables)
+    if context is not None:
+        url = context.nats
+        own["MUSTER_SUBJECT_PREFIX"] = context.subject_prefix
+        if context.tls_ca_file is not None:
+            own["MUSTER_NATS_TLS_CA_FILE"] = context.tls_ca_file
+        if context.client_creds is not None and not own.keys() & set(_OWN_VARIABLES.values()):
+            own["MUSTER_NATS_CREDS_FILE"] = context.client_creds
     if url:
         parsed = parse_urls(url, "MUSTER_NATS_URL" if nats is None else "nats")
         own["MUSTER_NATS_URL"] = ",".join(parsed.urls)
         if parsed.user == user and parsed.password and not own.keys() & set(_OWN_VARIABLES.values()):
             own["MUSTER_NATS_PASSWORD"] = parsed.password
     own["MUSTER_NATS_USER"] = user
-    return find_stack(StackChoice(), own, directory).bus_settings(inbox_prefix(Role.CLIENT))
+    return find_stack(StackChoice(context=LOCAL), own, directory).bus_settings(inbox_prefix(Role.CLIENT))
 
 
 _log = structlog.get_logger(__name__)

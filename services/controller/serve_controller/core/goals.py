@@ -265,8 +265,9 @@ def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
     placed = sum(r.state in WANTED and r.host_id is not None for r in replicas)
     if len(ready) == wanted and not old and placed == wanted:
         return ""
-    name = target.version or str(target.code_version)
-    parts = [f"{len(ready)} of {wanted} replicas of {backend.backend_tag} run version {name}"]
+    # A version without a name has only a number of ours, which tells its user nothing.
+    name = f" version {target.version}" if target.version else ""
+    parts = [f"{len(ready)} of {wanted} replicas of {backend.backend_tag} run{name}"]
     if old:
         parts.append(f"{len(old)} of an older version still serve")
     waiting = sorted({r.message for r in replicas if r.message})
