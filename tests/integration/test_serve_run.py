@@ -28,7 +28,6 @@ PROGRAM = """
 import sys
 import urllib.request
 
-import helper
 import muster as serve
 from muster.handle import DeploymentHandle
 
@@ -61,7 +60,7 @@ if __name__ == "__main__":
 
 
 def run(directory: Path, state_dir: Path | None, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
-    (directory / "program.py").write_text(program.replace("import helper\n", ""))
+    (directory / "program.py").write_text(program)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     if state_dir is not None:
         environment["MUSTER_STATE_DIR"] = str(state_dir)
@@ -134,6 +133,141 @@ async def test_code_is_named_by_its_digest_in_views(stack: EmbeddedStack, tmp_pa
         views = {view.name: view for view in await connected.admin.call(ListDeployments())}
     assert len(views["shop/Ingress"].replica_config.code) == 64
     assert views["shop/Ingress"].replica_config.import_path == "__main__:Ingress"
+
+
+SIBLINGS = """
+import helpers
+import muster as serve
+from mylib.model import Model
+
+
+class Plain:
+    pass
+
+
+@serve.deployment(
+    ray_actor_options={"num_cpus": 0.1, "runtime_env": {"working_dir": "files", "py_modules": ["modules/extra"]}}
+)
+class Main:
+    def __init__(self, model, thing):
+        self.model, self.thing = model, thing
+
+    async def __call__(self, request):
+        import extra
+        import lazy
+
+        return {
+            "helper": helpers.tell(self.thing),
+            "model": await self.model.remote(2),
+            "lazy": lazy.VALUE,
+            "extra": extra.VALUE,
+            "file": open("file.txt").read(),
+            "replica": serve.get_replica_context().replica_id,
+        }
+
+
+serve.run(Main.bind(serve.deployment(Model).bind(), helpers.Thing(7)), name="files", route_prefix="/files")
+"""
+FILES = {
+    "helpers.py": "class Thing:\n    def __init__(self, n):\n        self.n = n\ndef tell(thing):\n    return thing.n",
+    "lazy.py": "VALUE = 'later'",
+    "mylib/__init__.py": "",
+    "mylib/model.py": (
+        "from pathlib import Path\nfrom mylib.sub.factor import FACTOR\nclass Model:\n"
+        "    def __call__(self, n):\n"
+        "        return [n * FACTOR, Path(__file__).with_name('data.txt').read_text()]"
+    ),
+    "mylib/data.txt": "in the package",
+    "mylib/sub/__init__.py": "",
+    "mylib/sub/factor.py": "FACTOR = 10",
+    "modules/extra/__init__.py": "VALUE = 'extra'",
+    "files/file.txt": "in the working directory",
+    "files/secrets/key": "not to travel",
+}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_files_beside_the_program_and_those_of_its_runtime_env_travel(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    import asyncio
+
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    state_dir, url = Path(stack.record.state_dir), f"{stack.record.http_url}/files"
+    result = await asyncio.to_thread(run, tmp_path, state_dir, SIBLINGS)
+    assert result.returncode == 0, result.stderr
+    first = await asyncio.to_thread(get, url)
+    expected = {
+        "helper": 7,
+        "model": [20, "in the package"],
+        "lazy": "later",
+        "extra": "extra",
+        "file": "in the working directory",
+        "replica": first["replica"],
+    }
+    assert first == expected
+    assert not list(state_dir.rglob("secrets/key"))
+    result = await asyncio.to_thread(run, tmp_path, state_dir, SIBLINGS)
+    assert result.returncode == 0, result.stderr
+    assert await asyncio.to_thread(get, url) == expected, "the same files again restart nothing"
+    (tmp_path / "mylib/sub/factor.py").write_text("FACTOR = 11")
+    (tmp_path / "files/file.txt").write_text("another")
+    result = await asyncio.to_thread(run, tmp_path, state_dir, SIBLINGS)
+    assert result.returncode == 0, result.stderr
+    after = await asyncio.to_thread(get, url)
+    assert after["replica"] != first["replica"]
+    assert (after["model"][0], after["file"]) == (22, "another")
+
+
+PACKAGES = """
+import muster as serve
+
+
+def options(**runtime_env):
+    return {"num_cpus": 0.1, "runtime_env": runtime_env}
+
+
+@serve.deployment(ray_actor_options=options(pip=["requests==2.25.1"]))
+class Old:
+    def __call__(self):
+        import requests
+        return requests.__version__
+
+
+@serve.deployment(ray_actor_options=options(uv=["requests==2.26.0"]))
+class Main:
+    def __init__(self, old):
+        self.old = old
+
+    async def __call__(self, request):
+        import requests
+        return [await self.old.remote(), requests.__version__]
+
+
+serve.run(Main.bind(Old.bind()), name="packages", route_prefix="/packages")
+"""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_deployments_of_one_application_have_packages_of_their_own(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    import asyncio
+
+    state_dir = Path(stack.record.state_dir)
+    result = await asyncio.to_thread(run, tmp_path, state_dir, PACKAGES)
+    assert result.returncode == 0, result.stderr
+    assert await asyncio.to_thread(get, f"{stack.record.http_url}/packages") == ["2.25.1", "2.26.0"]
+    broken = PACKAGES.replace("requests==2.25.1", "no-such-package-of-muster==1").replace(
+        "@serve.deployment(ray", "@serve.deployment(max_constructor_retry_count=1, ray"
+    )
+    result = await asyncio.to_thread(run, tmp_path, state_dir, broken)
+    assert result.returncode == 1
+    assert "DeployFailed" in result.stderr
+    assert "No matching distribution found for no-such-package-of-muster==1" in result.stderr
+    assert await asyncio.to_thread(get, f"{stack.record.http_url}/packages") == ["2.25.1", "2.26.0"]
 
 
 OWN = """

@@ -18,6 +18,7 @@ import msgspec
 from muster.handles.handle import DeploymentHandle
 from muster.sdk.code import CodeUnpicklable, dump_code
 from muster.sdk.deployments import Application, Deployment
+from muster.sdk.files import Environment, Files
 from serve_common.protocol.code import digest_code
 
 _log: Final = logging.getLogger("ray.serve")
@@ -37,6 +38,8 @@ class BuiltDeployment(msgspec.Struct, frozen=True, kw_only=True):
     """The class or function with its arguments, by `muster.sdk.code.dump_code`; handles replace applications."""
     digest: str
     """Name of the code in the code store."""
+    environment: Environment
+    """Its ``runtime_env``, with digests in the place of files."""
 
 
 class BuiltApplication(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class BuiltApplication(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the deployment that was run, which the route leads to."""
     deployments: list[BuiltDeployment]
     """All of its deployments, children first; the last is the ingress."""
+    archives: dict[str, bytes]
+    """Files that travel with it, by digest."""
 
 
 @final
@@ -130,8 +135,12 @@ def _handle_for_any(value: Any) -> Any:
 
 
 def build_app(app: Application, *, name: str, route_prefix: str | None) -> BuiltApplication:
-    """Build ``app`` under ``name``. Raises `CodeUnpicklable`, and `LimitReached` for code that is too large."""
-    builder = _Builder(name)
+    """Build ``app`` under ``name``.
+
+    Raises `CodeUnpicklable`, `LimitReached` for code or files that are too large, and `BadField` for files that cannot
+    be read.
+    """
+    builder, files = _Builder(name), Files()
     ingress = builder.add(app)
 
     def replace(value: Any) -> Any:
@@ -143,10 +152,23 @@ def build_app(app: Application, *, name: str, route_prefix: str | None) -> Built
         code = dump_code(
             bound.func_or_class, bound.init_args, bound.init_kwargs, name=deployment_name, replace=replace
         )
+        runtime_env = bound.ray_actor_options.get("runtime_env", {})
         deployments.append(
-            BuiltDeployment(name=deployment_name, deployment=bound, code=code, digest=digest_code(code))
+            BuiltDeployment(
+                name=deployment_name,
+                deployment=bound,
+                code=code,
+                digest=digest_code(code),
+                environment=files.package(runtime_env, f"{deployment_name}: ray_actor_options.runtime_env"),
+            )
         )
-    return BuiltApplication(name=name, route_prefix=route_prefix, ingress=ingress, deployments=deployments)
+    return BuiltApplication(
+        name=name,
+        route_prefix=route_prefix,
+        ingress=ingress,
+        deployments=deployments,
+        archives=files.archives,
+    )
 
 
 def build_local(app: Application, *, name: str, make_handle: MakeHandle) -> DeploymentHandle:

@@ -33,7 +33,7 @@ _UNSUPPORTED: Final = {
 """Options of Ray Serve that Muster does not have, and what to do instead."""
 _ACTOR_OPTIONS: Final = frozenset({"memory", "num_cpus", "num_gpus", "resources", "runtime_env"})
 _UNSUPPORTED_ACTOR_OPTIONS: Final = frozenset({"accelerator_type", "label_selector", "fallback_strategy"})
-_RUNTIME_ENV: Final = frozenset({"env_vars", "pip", "uv", "working_dir", "py_modules"})
+_RUNTIME_ENV: Final = frozenset({"env_vars", "pip", "uv", "working_dir", "py_modules", "excludes", "config"})
 REPLICAS_PER_NODE_MAX: Final = 100
 
 

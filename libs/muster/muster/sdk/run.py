@@ -301,8 +301,9 @@ def _run_many(
 
 
 async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> GoalId | None:
-    for deployment in app.deployments:
-        await _upload(stack, deployment.digest, deployment.code)
+    uploads = app.archives | {deployment.digest: deployment.code for deployment in app.deployments}
+    for digest, data in uploads.items():
+        await _upload(stack, digest, data)
     command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
     return (await stack.admin.call(command)).goal_id
 

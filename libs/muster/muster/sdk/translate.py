@@ -77,6 +77,8 @@ def _deployment_spec(built: BuiltDeployment) -> DeploymentSpec:
     config = ReplicaConfig(
         import_path=_import_path(built.deployment.func_or_class),
         code=built.digest,
+        working_dir=built.environment.working_dir,
+        py_modules=built.environment.py_modules,
         ray_actor_options=_actor_options(built),
     )
     # Equal code with equal resources is an equal version: deploying it again replaces no replica.
@@ -101,7 +103,7 @@ def _actor_options(built: BuiltDeployment) -> RayActorOptions:
         num_gpus=float(options.get("num_gpus", 0)),
         memory=float(options.get("memory", 0)),
         resources={name: float(amount) for name, amount in options.get("resources", {}).items()},
-        runtime_env=options.get("runtime_env", {}),
+        runtime_env=built.environment.runtime_env,
     )
 
 

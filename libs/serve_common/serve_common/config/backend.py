@@ -10,10 +10,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from serve_common.config.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
+from serve_common.config.runtime_env import check_runtime_env
 from serve_common.errors import BadField
 from serve_common.names import check_name
 from serve_common.values import check_between, check_digest, check_import_path, check_size
 
+PY_MODULES_MAX: Final = 64
 EVERYTHING: Final = "*"
 CALLS_MAX: Final = 100
 
@@ -59,7 +61,7 @@ class RayActorOptions(
     resources: dict[str, float] = {}
     """Amounts of custom resources by name."""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment; only ``env_vars`` is supported."""
+    """Ray's runtime environment: ``env_vars``, and packages by ``pip`` or ``uv``, with ``config``."""
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +74,11 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     empty: ``import_path`` is imported. Other code is another version."""
     app_dir: str = ""
     """Directory that comes first on ``sys.path``, as the replica hosts see it; empty for none."""
+    working_dir: str = ""
+    """SHA-256 of an uploaded archive, which is the replica's current directory, read-only, and before ``app_dir`` on
+    ``sys.path``; empty for none."""
+    py_modules: tuple[str, ...] = ()
+    """SHA-256s of uploaded archives with modules, which come before ``working_dir`` on ``sys.path``, in this order."""
     init_args: list[Any] = []
     """Positional arguments of the constructor; JSON of at most 64 KiB."""
     init_kwargs: dict[str, Any] = {}
@@ -79,14 +86,31 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ray_actor_options: RayActorOptions = RayActorOptions()
     """Resources and environment of each replica."""
 
+    @property
+    def archives(self) -> tuple[str, ...]:
+        """Digests of the archives, in the order of ``sys.path``."""
+        return (*self.py_modules, self.working_dir) if self.working_dir else self.py_modules
+
+    @property
+    def uploads(self) -> dict[str, str]:
+        """Digests of all that was uploaded for it, by the field that names them."""
+        named = {"code": self.code, "working_dir": self.working_dir}
+        named |= {f"py_modules[{at}]": digest for at, digest in enumerate(self.py_modules)}
+        return {field: digest for field, digest in named.items() if digest}
+
 
 def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
     """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
     check_import_path(config.import_path, f"{field}.import_path")
-    if config.code:
-        check_digest(config.code, f"{field}.code")
-        if config.init_args or config.init_kwargs:
-            raise BadField(f"{field}.init_args", "must be empty: uploaded code has its arguments with it")
+    for name, digest in config.uploads.items():
+        check_digest(digest, f"{field}.{name}")
+    if len(config.py_modules) > PY_MODULES_MAX:
+        raise BadField(
+            f"{field}.py_modules",
+            f"has {len(config.py_modules)} entries; at most {PY_MODULES_MAX} are allowed",
+        )
+    if config.code and (config.init_args or config.init_kwargs):
+        raise BadField(f"{field}.init_args", "must be empty: uploaded code has its arguments with it")
     if len(config.app_dir) > 4096 or "\0" in config.app_dir:
         raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
     options, at = config.ray_actor_options, f"{field}.ray_actor_options"
@@ -99,25 +123,10 @@ def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -
         if not 0 < len(name) <= 63 or name in {"CPU", "GPU", "memory"}:
             raise BadField(f"{at}.resources", f"{name[:80]!r} is not a name for a custom resource")
         check_between(amount, 0, 10**9, f"{at}.resources.{name}")
-    _check_runtime_env(options.runtime_env, f"{at}.runtime_env")
+    check_runtime_env(options.runtime_env, f"{at}.runtime_env")
     check_size(config.init_args, f"{field}.init_args")
     check_size(config.init_kwargs, f"{field}.init_kwargs")
     return config
-
-
-def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
-    for key in runtime_env:
-        if key != "env_vars":
-            raise BadField(f"{field}.{key[:80]}", "is not supported; env_vars is")
-    env_vars = runtime_env.get("env_vars", {})
-    if not isinstance(env_vars, dict):
-        raise BadField(f"{field}.env_vars", "must be an object of strings")
-    for name, value in env_vars.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise BadField(f"{field}.env_vars", f"{str(name)[:80]!r} is not a name of a variable")
-        if not isinstance(value, str) or "\0" in value:
-            raise BadField(f"{field}.env_vars.{name[:80]}", "must be a string without NUL")
-    check_size(runtime_env, field)
 
 
 class Placement(Enum):
@@ -213,7 +222,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     health_check_failure_threshold: int = 3
     """Consecutive failed checks before the replica is replaced."""
     start_timeout_s: float = 300.0
-    """Seconds for import and constructor together before the replica counts as stuck."""
+    """Seconds for import and constructor together before the replica counts as stuck. Where ``runtime_env`` installs
+    packages, its own limit is added (``config.setup_timeout_seconds``, 600 unless set)."""
     max_constructor_retry_count: int = 3
     """Failed starts of one version before its goal fails."""
     on_failure: OnFailure = OnFailure.KEEP

@@ -1,7 +1,9 @@
 """Uploaded code: its name, its first line, and the pages in which it travels.
 
-Code is a pickle that only a replica's process may load. It is named by its SHA-256, so what has the name is the code:
-every receiver checks that, and need not trust where it came from.
+Code is a pickle that only a replica's process may load, or an *archive*: a zip of files that are beside it there. It is
+named by its SHA-256, so what has the name is the code: every receiver checks that, and need not trust where it came
+from. Files in an archive are stored without compression: what compresses differs between versions of zlib, and the same
+files must have the same digest; and an archive needs no more room than it has.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from serve_common.errors import BadField, LimitReached, PermanentError
 
 CODE_BYTES_MAX: Final = 256 * 1024 * 1024
 """Most bytes of one deployment's code, with its arguments and what they refer to."""
+ARCHIVE_FILES_MAX: Final = 20_000
+"""Most files of one archive."""
 PAGE_BYTES_MAX: Final = 512 * 1024
 """Most bytes of code in one message, before base64 in JSON adds a third."""
 PAGES_HEADER: Final = "Muster-Pages"

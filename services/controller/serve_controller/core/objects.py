@@ -15,6 +15,7 @@ import msgspec
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.config.runtime_env import setup_seconds
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_ordinal
 from serve_common.protocol.snapshots import Snapshot
 
@@ -53,6 +54,12 @@ class BackendVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The user's name of the code, None for unversioned."""
     replica_config: ReplicaConfig
     backend_config: BackendConfig
+
+    @property
+    def start_seconds(self) -> float:
+        """Seconds after which a replica counts as stuck in its start."""
+        environment = self.replica_config.ray_actor_options.runtime_env
+        return self.backend_config.start_timeout_s + setup_seconds(environment)
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):

@@ -420,7 +420,7 @@ def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=config.health_check_timeout_s,
         health_check_failure_threshold=config.health_check_failure_threshold,
-        start_timeout_s=config.start_timeout_s,
+        start_timeout_s=version.start_seconds,
         may_call=config.may_call,
         code_version=replica.code_version,
         peer_versions=replica.peer_versions,

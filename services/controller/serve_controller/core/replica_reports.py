@@ -57,7 +57,7 @@ def stuck_at(backend: Backend, replica: Replica) -> float | None:
     version = backend.get_version(replica.config_version) or backend.target
     match replica.state:
         case ReplicaState.STARTING:
-            return replica.since + version.backend_config.start_timeout_s + STUCK_GRACE_S
+            return replica.since + version.start_seconds + STUCK_GRACE_S
         case ReplicaState.STOPPING if not replica.force_kill:
             return replica.since + version.backend_config.graceful_shutdown_timeout_s + STUCK_GRACE_S
         case _:

@@ -160,14 +160,14 @@ def named_code(checkpoint: Checkpoint) -> set[str]:
     versions += [
         revision.version for revisions in checkpoint.revisions.values() for revision in revisions.values()
     ]
-    return {version.replica_config.code for version in versions} - {""}
+    return {digest for version in versions for digest in version.replica_config.uploads.values()}
 
 
 def _named_by(value: Any, at: str = "") -> Iterable[tuple[str, str]]:
     """Code that a command names, each with the path of the field that names it."""
     if isinstance(value, ReplicaConfig):
-        if value.code:
-            yield value.code, f"{at}.code"
+        for field, digest in value.uploads.items():
+            yield digest, f"{at}.{field}"
     elif isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
             yield from _named_by(getattr(value, name), f"{at}.{name}" if at else name)

@@ -1,4 +1,4 @@
-"""Fetches uploaded code from the bucket before a replica starts, and keeps it on disk.
+"""Fetches uploaded code from the bucket before a replica starts, keeps it on disk, and unpacks archives.
 
 Why the host and not the replica: one copy serves all of its replicas, and user code needs no right to read the code of
 others. What is not what its digest names starts nothing.
@@ -27,6 +27,7 @@ from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.ray_process import IdentifiedReplicas
 from serve_replica_host.core.events import ProcessEnded, ReplicaEvent, ReplicaStartFailed, Waits
+from serve_replica_host.replica.archives import PARTIAL, remove_tree, unpack, unpacked_path
 
 _log = structlog.get_logger(__name__)
 
@@ -36,7 +37,6 @@ RETRY_S: Final = 0.5
 """Seconds between attempts while the bucket lacks the code; the controller refills it when a report says so."""
 PATIENCE_S: Final = 2.0
 """Seconds of waiting after which a replica's message says what it waits for."""
-_PARTIAL: Final = "fetch-"
 
 
 @final
@@ -55,14 +55,19 @@ class CodeCache:
         """Where the code is, once it was fetched."""
         return self._directory / digest
 
-    async def fetch(self, digest: str) -> None:
-        """Return once the code is here; waits as long as the bucket lacks it. Raises `CodeCorrupt`, OSError."""
+    async def fetch(self, digest: str, *, is_archive: bool = False) -> None:
+        """Return once the code is here, and an archive unpacked; waits as long as the bucket lacks it.
+
+        Raises `CodeCorrupt`, OSError.
+        """
         lock = self._fetches.setdefault(digest, asyncio.Lock())
         try:
             async with lock:
                 is_here = await self._has(digest)
                 while not is_here:
                     is_here = await self._try_fetch(digest)
+                if is_archive:
+                    await asyncio.to_thread(unpack, self.path(digest))
         finally:
             self.missing.discard(digest)
             if not lock.locked():  # a waiter that is yet to run fetches by itself, which does no harm
@@ -105,25 +110,30 @@ class CodeCache:
         finally:
             part.discard()
 
-    def trim(self, used: set[str]) -> None:
+    async def trim(self, used: set[str]) -> None:
         """Delete the code used longest ago until the cache fits its size; ``used`` code stays."""
+        # Moved at once, so that no fetch finds what is about to go.
+        doomed = [path.rename(path.with_name(f"{PARTIAL}{path.name}")) for path in self._find_excess(used)]
+        for path in doomed:
+            await asyncio.to_thread(_delete, path)
+
+    def _find_excess(self, used: set[str]) -> list[Path]:
         files = sorted(
-            (entry.stat().st_mtime, entry.stat().st_size, entry)
+            (entry.stat().st_mtime, entry.stat().st_size * (2 if unpacked_path(entry).exists() else 1), entry)
             for entry in self._directory.iterdir()
-            if not entry.name.startswith(_PARTIAL)
+            if entry.is_file() and not entry.name.startswith(PARTIAL)
         )
-        total = sum(size for _, size, _ in files)
+        total, excess = sum(size for _, size, _ in files), []
         for _, size, entry in files:
-            if total <= CACHE_BYTES_MAX:
-                return
-            if entry.name not in used:
-                entry.unlink(missing_ok=True)
+            if total > CACHE_BYTES_MAX and entry.name not in used:
+                excess += [path for path in (entry, unpacked_path(entry)) if path.exists()]
                 total -= size
+        return excess
 
     def clean(self) -> None:
         """Delete what an interrupted fetch of a former process left."""
-        for entry in self._directory.glob(f"{_PARTIAL}*"):
-            entry.unlink(missing_ok=True)
+        for entry in self._directory.glob(f"{PARTIAL}*"):
+            _delete(entry)
 
 
 @final
@@ -131,7 +141,7 @@ class _PartialFile:
     """Code that arrives page by page."""
 
     def __init__(self, directory: Path) -> None:
-        descriptor, name = tempfile.mkstemp(dir=directory, prefix=_PARTIAL)
+        descriptor, name = tempfile.mkstemp(dir=directory, prefix=PARTIAL)
         self._file = os.fdopen(descriptor, "wb")
         self._path = Path(name)
         self._hash = hashlib.sha256()
@@ -158,6 +168,13 @@ class _PartialFile:
         self._path.unlink(missing_ok=True)
 
 
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -176,8 +193,8 @@ class ReplicasWithCode:
         self._on_event = on_event
         self._tasks = TaskOwner("code")
         self._fetching: dict[ReplicaTag, OwnedTask] = {}
-        self._used: dict[ReplicaTag, str] = {}
-        """Code of replicas that exist."""
+        self._used: dict[ReplicaTag, set[str]] = {}
+        """Code and archives of replicas that exist."""
         self.reconfigure: Final = runtime.reconfigure
         self.check_health: Final = runtime.check_health
         self.drain: Final = runtime.drain
@@ -190,13 +207,13 @@ class ReplicasWithCode:
 
     def start(self, goal: ReplicaGoal) -> None:
         """Start the replica, once its code is here."""
-        digest = goal.replica_config.code
-        if not digest:
+        digests = set(goal.replica_config.uploads.values())
+        if not digests:
             self._runtime.start(goal)
             return
         tag = goal.replica_tag
-        self._used[tag] = digest
-        self._fetching[tag] = self._tasks.start(self._fetch_and_start(goal, digest), f"fetch {tag}")
+        self._used[tag] = digests
+        self._fetching[tag] = self._tasks.start(self._fetch_and_start(goal, sorted(digests)), f"fetch {tag}")
 
     def kill(self, replica_tag: ReplicaTag) -> None:
         """Kill the replica's process, or end the wait for its code."""
@@ -216,13 +233,15 @@ class ReplicasWithCode:
         """Cancel the fetches."""
         await self._tasks.close(timeout_s)
 
-    async def _fetch_and_start(self, goal: ReplicaGoal, digest: str) -> None:
-        tag = goal.replica_tag
-        waits = Waits(tag, f"waits for its code {digest} to arrive", is_process_starting=False)
+    async def _fetch_and_start(self, goal: ReplicaGoal, digests: list[str]) -> None:
+        tag, archives = goal.replica_tag, goal.replica_config.archives
+        text = f"waits for its code {' and '.join(digests)} to arrive"
+        waits = Waits(tag, text, is_process_starting=False)
         notice = asyncio.get_running_loop().call_later(PATIENCE_S, self._on_event, waits)
         try:
-            await self._cache.fetch(digest)
-            self._cache.trim(set(self._used.values()))
+            for digest in digests:
+                await self._cache.fetch(digest, is_archive=digest in archives)
+            await self._cache.trim(set().union(*self._used.values()))
         except (ServeError, OSError) as error:
             self._fetching.pop(tag, None)
             self._on_event(ReplicaStartFailed(tag, f"its code cannot be used: {error}"))

@@ -78,12 +78,14 @@ _BACKLOG_MAX: Final = 500
 _PAUSE_S: Final = 0.02
 
 _INHERITED: Final = frozenset({"MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STACK_ID", "MUSTER_PROCESS"})
+_RAY_DEFAULTS: Final = {"RUNTIME_ENV_RETRY_TIMES": "1"}
+"""Ray would try three times to install a package that does not exist; the controller starts replicas again as it is."""
 _HOST_VARIABLES: Final = re.compile(r"MUSTER_.*|PROMETHEUS_MULTIPROC_DIR")
 
 
 def runtime_environment(variables: Mapping[str, str], user: UnixUser | None = None) -> dict[str, str]:
     """The variables that the runtime, and with it user code, inherits: none of the host's own settings."""
-    inherited = {
+    inherited = _RAY_DEFAULTS | {
         name: value
         for name, value in variables.items()
         if name in _INHERITED or _HOST_VARIABLES.fullmatch(name.upper()) is None

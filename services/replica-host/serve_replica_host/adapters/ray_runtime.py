@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from serve_common.config.backend import RayActorOptions
+from serve_common.config.runtime_env import setup_seconds
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal
@@ -304,14 +305,13 @@ class RayRuntime:
             goal=goal,
             bus=spare.bus,
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
+            code_dir=self._settings.code_dir,
             tracing=self._settings.tracing,
         )
-        if goal.replica_config.code:
-            path = Path(self._settings.code_dir) / goal.replica_config.code
-            if spare.remote is None:
-                order = msgspec.structs.replace(order, code_path=str(path))
-            else:  # its machine does not see the host's disk
-                order = msgspec.structs.replace(order, code=path.read_bytes())
+        if spare.remote is not None:  # its machine does not see the host's disk
+            directory = Path(self._settings.code_dir)
+            uploads = {name: (directory / name).read_bytes() for name in goal.replica_config.uploads.values()}
+            order = msgspec.structs.replace(order, uploads=uploads)
         process = "" if spare.remote is None else spare.remote.process
         self._emit(Placed(tag, spare.pid, spare.was_spare, process, spare.address))
         spare.watch(
@@ -364,6 +364,8 @@ class RayRuntime:
         if tag is not None and tag in self._actors and not (spare.pid and spare.is_placed):
             has_capacity = spare.is_placed and spare.reservation is not None
             needs = f"waits for Ray to place it: it needs {describe_needs(options)}"
+            if setup_seconds(options.runtime_env):
+                needs += ", and its packages to be installed"
             text = "waits for its process to start" if has_capacity else needs
             self._emit(Waits(tag, text, is_process_starting=has_capacity))
         self._spares.refill()  # its constructor may take long

@@ -17,8 +17,10 @@ import structlog
 from ray._private import node as ray_node
 from ray._private import parameter as ray_parameter
 from ray._private import worker as ray_worker
+from ray.exceptions import RuntimeEnvSetupError
 
 from serve_common.config.backend import RayActorOptions
+from serve_common.values import truncate_start
 from serve_replica_host.adapters.ray_protocol import RaySettings
 from serve_replica_host.replica.telemetry.remote import HostLocation
 
@@ -172,6 +174,8 @@ def absolute_app_dir(app_dir: str, app_root: str) -> str:
     return str(Path(app_root, app_dir)) if app_dir else ""
 
 
+_ENVIRONMENT_ERROR_MAX: Final = 1500
+"""Characters of the end of what an installer printed, where it says what went wrong."""
 _NODE_DIED: Final = "because its node has died"
 _EXIT: Final = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)")
 
@@ -182,6 +186,10 @@ def describe_end(pid: int, error: BaseException | None, address: str = "") -> st
     if address:
         process += f" on {address}"
     message = str(error)
+    if isinstance(error, RuntimeEnvSetupError):
+        return (
+            f"its runtime_env could not be set up: {truncate_start(message.strip(), _ENVIRONMENT_ERROR_MAX)}"
+        )
     if "killed by `ray.kill`" in message:
         return f"{process} was killed by its host"
     if _NODE_DIED in message:

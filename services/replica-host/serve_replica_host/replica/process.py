@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
@@ -31,6 +30,7 @@ from serve_common.telemetry.metrics import process_metrics
 from serve_common.telemetry.request_traces import open_tracing
 from serve_common.telemetry.trace_context import read_tracing_settings
 from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.archives import store_uploads
 from serve_replica_host.replica.io.replica_io import ReplicaIO
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import RemoteTelemetry
@@ -53,10 +53,10 @@ class StartReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The replica's own settings: its name, and its first identity."""
     app_dir: str
     """Absolute path; empty for none."""
-    code_path: str = ""
-    """File with the goal's uploaded code, on the host's machine."""
-    code: bytes = b""
-    """The uploaded code itself, on another machine."""
+    code_dir: str = ""
+    """Directory on the host's machine with all that was uploaded for the goal, by digest; archives are unpacked."""
+    uploads: dict[str, bytes] = {}
+    """What was uploaded, by digest, for a replica on another machine."""
     tracing: dict[str, str] = {}
     """The host's OTEL_… variables, for a replica on a machine whose environment has none."""
 
@@ -223,11 +223,17 @@ class ReplicaProcess:
             context.servable_object = target
 
         self._code = await UserCode.construct(
-            self._order.goal, self._order.app_dir, constructed, self._read_code
+            self._order.goal, self._order.app_dir, constructed, self._code_dir()
         )
 
-    def _read_code(self) -> bytes:
-        return Path(self._order.code_path).read_bytes() if self._order.code_path else self._order.code
+    def _code_dir(self) -> str:
+        """The directory with what was uploaded; on another machine than the host's, made for this process."""
+        uploads = self._order.uploads
+        return (
+            store_uploads(uploads, self._order.goal.replica_config.archives)
+            if uploads
+            else self._order.code_dir
+        )
 
     # -- on the bus loop ------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from serve_common.config.backend import (
     check_replica_config,
     merged,
 )
+from serve_common.config.runtime_env import setup_seconds
 from serve_common.errors import BadField
 from serve_common.values import NESTING_MAX, USER_CONFIG_BYTES_MAX
 
@@ -75,6 +76,9 @@ REPLICAS: list[tuple[str, Any]] = [
     ("import_path", "m" * 600 + ":C"),
     ("app_dir", "x" * 5000),
     ("app_dir", "a\0"),
+    ("working_dir", "abc"),
+    ("py_modules[1]", ("a" * 64, "b")),
+    ("py_modules", tuple(f"{number:064x}" for number in range(65))),
     ("init_args", nested(NESTING_MAX + 1)),
     ("init_kwargs", {"x": "y" * USER_CONFIG_BYTES_MAX}),
 ]
@@ -88,6 +92,21 @@ ACTORS: list[tuple[dict[str, Any], str]] = [
     ({"resources": {f"r{n}": 1.0 for n in range(33)}}, "resources"),
     ({"runtime_env": {"pip": []}}, "runtime_env.pip"),
     ({"runtime_env": {"env_vars": []}}, "runtime_env.env_vars"),
+    ({"runtime_env": {"conda": "x"}}, "runtime_env.conda"),
+    ({"runtime_env": {"working_dir": "."}}, "runtime_env.working_dir"),
+    ({"runtime_env": {"pip": "r.txt"}}, "runtime_env.pip"),
+    ({"runtime_env": {"pip": ["a", "b\nc"]}}, "runtime_env.pip[1]"),
+    ({"runtime_env": {"pip": {"packages": []}}}, "runtime_env.pip.packages"),
+    ({"runtime_env": {"pip": {"packages": ["a"], "x": 1}}}, "runtime_env.pip.x"),
+    ({"runtime_env": {"pip": {"packages": ["a"], "pip_check": 1}}}, "runtime_env.pip.pip_check"),
+    ({"runtime_env": {"uv": {"packages": ["a"], "uv_version": 1}}}, "runtime_env.uv.uv_version"),
+    (
+        {"runtime_env": {"uv": {"packages": ["a"], "uv_pip_install_options": "x"}}},
+        "runtime_env.uv.uv_pip_install_options",
+    ),
+    ({"runtime_env": {"uv": ["a"], "pip": ["a"]}}, "runtime_env.uv"),
+    ({"runtime_env": {"config": {"eager_install": True}}}, "runtime_env.config.eager_install"),
+    ({"runtime_env": {"config": {"setup_timeout_seconds": 0}}}, "runtime_env.config.setup_timeout_seconds"),
     ({"runtime_env": {"env_vars": {"A=B": "c"}}}, "runtime_env.env_vars"),
     ({"runtime_env": {"env_vars": {"A": 1}}}, "runtime_env.env_vars.A"),
     ({"runtime_env": {"env_vars": {"A": "\0"}}}, "runtime_env.env_vars.A"),
@@ -112,7 +131,7 @@ ACTORS: list[tuple[dict[str, Any], str]] = [
 def test_a_value_out_of_its_limits_is_refused_with_its_path(config: Any, path: str, value: Any) -> None:
     check: Any = check_backend_config if isinstance(config, BackendConfig) else check_replica_config
     with pytest.raises(BadField) as refused:
-        check(msgspec.structs.replace(config, **{path.split(".")[1]: value}))
+        check(msgspec.structs.replace(config, **{path.split(".")[1].partition("[")[0]: value}))
     assert refused.value.field == path
     assert len(str(refused.value)) < 200
 
@@ -131,3 +150,22 @@ def test_what_is_just_within_the_limits_is_accepted() -> None:
     check_backend_config(BackendConfig(user_config=nested(NESTING_MAX)))
     check_backend_config(BackendConfig(num_replicas=0, max_queued_requests=-1, graceful_shutdown_timeout_s=0))
     check_backend_config(BackendConfig(user_config="x" * (USER_CONFIG_BYTES_MAX - 2)))
+
+
+def test_packages_have_time_to_be_installed() -> None:
+    assert setup_seconds({"env_vars": {"A": "b"}}) == 0
+    assert setup_seconds({"pip": ["a"]}) == 600
+    assert setup_seconds({"uv": ["a"], "config": {"setup_timeout_seconds": 5}}) == 5
+    options = RayActorOptions(
+        runtime_env={
+            "uv": {
+                "packages": ["a"],
+                "uv_check": True,
+                "uv_version": "==1",
+                "uv_pip_install_options": ["-v"],
+            },
+            "config": {"setup_timeout_seconds": 5},
+        }
+    )
+    config = ReplicaConfig(import_path="m:C", ray_actor_options=options)
+    assert check_replica_config(config) is config

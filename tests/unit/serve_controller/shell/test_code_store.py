@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
 import pytest
 
 from serve_common.api.commands import CreateBackend, Deploy, DeployApplication, DeploymentSpec, UploadCode
@@ -180,6 +181,19 @@ async def test_what_a_deploy_names_must_be_there_and_is_published(store: CodeSto
         await store.prepare(command)
     assert bucket.pages == {(digest, 0): b"code"}
     assert bucket.puts == 1
+
+
+async def test_archives_are_needed_and_published_as_code_is(store: CodeStore, bucket: Bucket) -> None:
+    digests = [await upload(store, data) for data in (b"code", b"dir", b"one", b"two")]
+    config = ReplicaConfig(
+        import_path="m:C", code=digests[0], working_dir=digests[1], py_modules=(digests[2], digests[3])
+    )
+    await store.prepare(Deploy(name="a", replica_config=config))
+    assert {digest for digest, _ in bucket.pages} == set(digests)
+    lacking = msgspec.structs.replace(config, py_modules=(digests[2], DIGEST))
+    with pytest.raises(BadField, match="upload the code first") as raised:
+        await store.prepare(Deploy(name="a", replica_config=lacking))
+    assert raised.value.field == "replica_config.py_modules[1]"
 
 
 async def test_a_deploy_goes_on_while_the_bus_is_away_and_hosts_get_the_code_later(

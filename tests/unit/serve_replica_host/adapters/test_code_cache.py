@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from nats.errors import NoRespondersError
 from nats.js.errors import NotFoundError
@@ -133,15 +136,53 @@ async def test_the_cache_is_bounded_and_keeps_what_runs(
         digests.append(digest_code(data))
         await cache.fetch(digests[-1])
     (tmp_path / "fetch-left").write_bytes(b"x")
-    cache.trim({digests[0]})
+    await cache.trim({digests[0]})
     assert names(tmp_path) == {digests[0], digests[3], "fetch-left"}
     cache.clean()
     assert not (tmp_path / "fetch-left").exists()
 
 
-def goal_with_code(ordinal: int = 1, code: str = DIGEST) -> Any:
-    import msgspec
+async def test_archives_are_unpacked_before_the_replica_starts_and_trimmed_with_their_files(
+    cache: CodeCache, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("helper.py", b"x" * 100)
+    data = target.getvalue()
+    archived = digest_code(data)
+    world = World(cache)
+    goal = goal_with_code()
+    config = msgspec.structs.replace(goal.replica_config, py_modules=(archived,), working_dir=archived)
+    world.replicas.start(msgspec.structs.replace(goal, replica_config=config))
+    bus.put(CODE)
+    await eventually(lambda: cache.missing == {archived}, within_s=WAIT_S)
+    assert world.runtime.started == []
+    bus.put(data)
+    await eventually(lambda: world.runtime.started == [goal.replica_tag], within_s=WAIT_S)
+    assert (tmp_path / f"{archived}.files/helper.py").read_bytes() == b"x" * 100
+    monkeypatch.setattr(code_cache, "CACHE_BYTES_MAX", 0)
+    await cache.trim({archived})
+    assert names(tmp_path) == {archived, f"{archived}.files"}
+    await cache.trim(set())
+    assert names(tmp_path) == set()
+    await world.replicas.close(1)
 
+
+async def test_a_replica_whose_archive_cannot_be_unpacked_fails_and_says_why(
+    cache: CodeCache, bus: Bus
+) -> None:
+    world = World(cache)
+    goal = goal_with_code(code="")
+    config = msgspec.structs.replace(goal.replica_config, working_dir=DIGEST)
+    bus.put(CODE)
+    world.replicas.start(msgspec.structs.replace(goal, replica_config=config))
+    await eventually(lambda: len(world.events) == 2, within_s=WAIT_S)
+    assert isinstance(world.events[0], ReplicaStartFailed)
+    assert DIGEST in world.events[0].error
+    assert world.runtime.started == []
+
+
+def goal_with_code(ordinal: int = 1, code: str = DIGEST) -> Any:
     goal = build_goal(ordinal=ordinal)
     return msgspec.structs.replace(
         goal, replica_config=msgspec.structs.replace(goal.replica_config, code=code)

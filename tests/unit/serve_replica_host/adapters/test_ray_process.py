@@ -233,7 +233,9 @@ def test_nothing_that_the_host_is_told_is_inherited_and_what_users_set_is() -> N
         "MUSTER_CLIENT_PASSWORD_FILE": "/f",
         "PROMETHEUS_MULTIPROC_DIR": "/m",
     }
-    assert runtime_environment(inherited | marks | hidden) == inherited | marks
+    defaults = {"RUNTIME_ENV_RETRY_TIMES": "1"}
+    assert runtime_environment(inherited | marks | hidden) == inherited | marks | defaults
+    assert runtime_environment({"RUNTIME_ENV_RETRY_TIMES": "5"}) == {"RUNTIME_ENV_RETRY_TIMES": "5"}
 
 
 # -- a real process in place of Ray's -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from ray.exceptions import RuntimeEnvSetupError
 
 from serve_common.config.backend import RayActorOptions
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
@@ -361,6 +362,11 @@ def test_an_end_is_one_line() -> None:
     )
     killed = RuntimeError("died. The actor is dead because it was killed by `ray.kill`.")
     assert describe_end(42, killed) == "the replica's process 42 was killed by its host"
+    failed = RuntimeEnvSetupError("x" * 5000 + "\nERROR: No matching distribution found for nonesuch\n")
+    text = describe_end(0, failed)
+    assert text.startswith("its runtime_env could not be set up: …x")
+    assert text.endswith("xx\nERROR: No matching distribution found for nonesuch")
+    assert len(text) < 2000
 
 
 def test_only_the_newest_sessions_of_ray_are_kept(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import structlog
 from opentelemetry import context, trace
 from starlette.types import ASGIApp, Message
 
+from serve_common.config.backend import ReplicaConfig
 from serve_common.errors import BadField
 from serve_common.protocol.code import check_code, strip_header
 from serve_common.protocol.frames import CallHead, RequestKind
@@ -32,6 +33,7 @@ from serve_common.telemetry.trace_context import (
     may_be_sampled,
     parse_traceparent,
 )
+from serve_replica_host.replica.archives import unpacked_path
 from serve_replica_host.replica.io.request import ReplicaRequest
 from serve_replica_host.replica.telemetry.traces import Traces, error_line, user_traceback
 from serve_replica_host.replica.user.threads import PlainThreads
@@ -55,6 +57,15 @@ def add_to_path(app_dir: str) -> None:
         importlib.invalidate_caches()
 
 
+def enter_archives(config: ReplicaConfig, code_dir: str) -> None:
+    """Put the archives' files first on ``sys.path``, and go to the working directory."""
+    paths = [str(unpacked_path(Path(code_dir, digest))) for digest in config.archives]
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    importlib.invalidate_caches()
+    if config.working_dir:
+        os.chdir(paths[-1])
+
+
 def load_code(data: bytes, digest: str) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """The class or function of uploaded code, and its arguments. Unpickling runs code, here as in the constructor.
 
@@ -65,12 +76,15 @@ def load_code(data: bytes, digest: str) -> tuple[Any, Sequence[Any], Mapping[str
     return target, args, kwargs
 
 
-def import_named(import_path: str, app_dir: str) -> Any:
-    """Import ``module:attribute``, with ``app_dir`` first on ``sys.path``; empty for none.
+def _read(code_dir: str, digest: str) -> bytes:
+    return Path(code_dir, digest).read_bytes()
+
+
+def import_named(import_path: str) -> Any:
+    """Import ``module:attribute``.
 
     Raises `UserCodeUnusable`, and any exception of the import. Its errors are the first thing that a new user reads.
     """
-    add_to_path(app_dir)
     module_name, _, attribute = import_path.partition(":")
     found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):
@@ -265,22 +279,23 @@ class UserCode:
         goal: ReplicaGoal,
         app_dir: str,
         on_constructed: Callable[[Any], None] | None = None,
-        read_code: Callable[[], bytes] = bytes,
+        code_dir: str = "",
     ) -> UserCode:
         """Import and construct, run an ASGI application's start-up, then reconfigure when there is a user_config.
 
-        ``on_constructed`` is called with the object as soon as its constructor has returned. ``read_code`` returns the
-        goal's uploaded code, if it names any.
+        ``on_constructed`` is called with the object as soon as its constructor has returned. ``code_dir`` has what
+        was uploaded for it, by digest, with archives unpacked.
         Raises `UserCodeUnusable`, and any exception of the user's code.
         """
         config = goal.replica_config
         init_args: Sequence[Any] = config.init_args
         init_kwargs: Mapping[str, Any] = config.init_kwargs
+        add_to_path(app_dir)
+        enter_archives(config, code_dir)
         if config.code:
-            add_to_path(app_dir)
-            named, init_args, init_kwargs = load_code(read_code(), config.code)
+            named, init_args, init_kwargs = load_code(_read(code_dir, config.code), config.code)
         else:
-            named = import_named(config.import_path, app_dir)
+            named = import_named(config.import_path)
         target = named
         if inspect.isclass(named):
             # On the loop's thread, as everything but plain handlers: it may create futures, sessions, tasks.
