@@ -208,7 +208,7 @@ async def test_files_beside_the_program_and_those_of_its_runtime_env_travel(
         "replica": first["replica"],
     }
     assert first == expected
-    assert not list(state_dir.rglob("secrets/key"))
+    assert not await asyncio.to_thread(lambda: list(state_dir.rglob("secrets/key")))
     result = await asyncio.to_thread(run, tmp_path, state_dir, SIBLINGS)
     assert result.returncode == 0, result.stderr
     assert await asyncio.to_thread(get, url) == expected, "the same files again restart nothing"
