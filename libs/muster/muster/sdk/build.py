@@ -18,7 +18,7 @@ import msgspec
 from muster.handles.handle import DeploymentHandle
 from muster.sdk.code import CodeUnpicklable, dump_code
 from muster.sdk.deployments import Application, Deployment
-from muster.sdk.files import Environment, Files
+from muster.sdk.files import Files, PackagedEnvironment
 from serve_common.protocol.code import digest_code
 
 _log: Final = logging.getLogger("ray.serve")
@@ -38,7 +38,7 @@ class BuiltDeployment(msgspec.Struct, frozen=True, kw_only=True):
     """The class or function with its arguments, by `muster.sdk.code.dump_code`; handles replace applications."""
     digest: str
     """Name of the code in the code store."""
-    environment: Environment
+    environment: PackagedEnvironment
     """Its ``runtime_env``, with digests in the place of files."""
 
 

@@ -56,7 +56,7 @@ _IMPORT: Final = re.compile(
 )
 
 
-class Environment(msgspec.Struct, frozen=True, kw_only=True):
+class PackagedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment's ``runtime_env``, ready to travel."""
 
     runtime_env: dict[str, Any]
@@ -77,7 +77,7 @@ class Files:
         self._known: dict[tuple[str, tuple[str, ...]], str] = {}
         self._siblings: str | None = None
 
-    def package(self, runtime_env: Mapping[str, Any], where: str) -> Environment:
+    def package(self, runtime_env: Mapping[str, Any], where: str) -> PackagedEnvironment:
         """Archive what ``runtime_env`` names, and the modules beside the program; ``where`` is the path of it.
 
         Raises `BadField` for what cannot be read, and `LimitReached` naming the largest files.
@@ -99,7 +99,7 @@ class Files:
             beside = find_siblings()
             self._siblings = self._add(pack(beside, "the modules beside the program")) if beside else ""
         siblings = [self._siblings] if self._siblings else []
-        return Environment(
+        return PackagedEnvironment(
             runtime_env=rest, working_dir=working_dir, py_modules=tuple(dict.fromkeys(digests + siblings))
         )
 

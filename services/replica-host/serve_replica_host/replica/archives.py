@@ -1,7 +1,7 @@
 """Unpacks uploaded archives: files beside the user's code, read-only, in a directory named by the archive's digest.
 
 The host does so for its replicas; on another machine the replica's process does it for itself. Nothing in an archive is
-trusted but its digest: whoever uploads chooses names and sizes. Archives are not compressed (`protocol.code`).
+trusted but its digest: names and sizes are the uploader's choice. Archives are not compressed (`protocol.code`).
 """
 
 from __future__ import annotations
