@@ -7,49 +7,38 @@ to the stack runs on a thread of its own.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
-import shutil
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final
 
-from muster.cli.session import StackChoice, find_stack
-from muster.client.admin import Stack, connect_stack
+from muster.client.admin import Stack
 from muster.config import ControllerOptions, HTTPOptions, ProxyLocation, gRPCOptions, normalize_location
-from muster.handles import disconnect
 from muster.handles.handle import DeploymentHandle
-from muster.library_logs import use_library_logs
 from muster.schema import LoggingConfig, ServeStatus, TracingConfig
 from muster.sdk.build import BuiltApplication, build_app
+from muster.sdk.client import close_client, find_address, get_client, is_connected
 from muster.sdk.deployments import Application, check_targets
 from muster.sdk.local import run_locally
 from muster.sdk.translate import deploy_command, view_status
-from serve_common.api.commands import DeleteApplication, SetHttpOptions, Shutdown, UploadCode
+from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown, UploadCode
 from serve_common.api.queries import GetAllApplications
-from serve_common.api.views import GoalStatus, GoalView
+from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
 from serve_common.errors import BadField, BusUnavailable, NotFound, PermanentError, ServeError
 from serve_common.names import DEFAULT_APPLICATION, GoalId, check_name, check_route
 from serve_common.protocol.code import split
-from serve_common.runtime.request_context import current_replica
-from serve_common.runtime.threads import LoopThread
 
 _log: Final = logging.getLogger("ray.serve")
 
 DEPLOY_TIMEOUT_S: Final = 24 * 3600.0
 """Seconds that `run` waits for an application; its own limits (failed starts, time to start) end it long before."""
 UPLOAD_ATTEMPT_S: Final = 30.0
-_CLOSE_TIMEOUT_S: Final = 10.0
-_STOP_TIMEOUT_S: Final = 60.0
-
-Result = TypeVar("Result")
+START_SLACK_S: Final = 60.0
+"""Seconds that an application that was deployed before may need to serve, beyond the time to start of its replicas."""
+_STATUS_PAUSE_S: Final = 0.1
+_STATUS_PAUSE_S_MAX: Final = 1.0
 
 
 class DeployFailed(PermanentError, RuntimeError):
@@ -67,136 +56,6 @@ class RunTarget:
     route_prefix: str | None = "/"
     logging_config: dict[str, Any] | LoggingConfig | None = None
     external_scaler_enabled: bool = False
-
-
-@final
-class _Embedded:
-    """A stack within this process, from `start` to the process' end or `stop`."""
-
-    def __init__(self, http: HTTPOptions) -> None:
-        try:
-            # Only here: the servers need not be installed where a stack is found.
-            from muster.embedded.options import StackOptions  # noqa: PLC0415 - as above
-            from muster.embedded.stack import EmbeddedStack  # noqa: PLC0415 - as above
-        except ImportError as error:
-            raise BusUnavailable(
-                f"no stack was found, and none can be started here ({error}): install muster[embedded], start one "
-                "with 'muster up' or compose, or say where one is with MUSTER_NATS_URL"
-            ) from error
-        self._directory = Path(tempfile.mkdtemp(prefix="muster-"))
-        options = StackOptions(http_host=http.host or "127.0.0.1", http_port=http.port)
-        self._stack = EmbeddedStack(self._directory, options)
-        self._former = os.environ.get("MUSTER_STATE_DIR")
-
-    async def start(self) -> None:
-        try:
-            await self._stack.start()
-        except BaseException:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
-            raise
-        os.environ["MUSTER_STATE_DIR"] = str(self._directory)  # for handles, and for commands of this process
-        sys.stderr.write(
-            f"Muster runs within this process, at {self._stack.record.http_url}; it ends with it. For the command "
-            f"line: MUSTER_STATE_DIR={self._directory}\n"
-        )
-
-    async def stop(self) -> None:
-        await self._stack.stop()
-        if self._former is None:
-            os.environ.pop("MUSTER_STATE_DIR", None)
-        else:
-            os.environ["MUSTER_STATE_DIR"] = self._former
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
-
-
-@final
-class _Client:
-    """This process' connection to the admin API of one stack."""
-
-    def __init__(self) -> None:
-        """Raises `PermanentError` in a replica."""
-        if current_replica() is not None:
-            raise PermanentError(
-                "a replica may not deploy, delete or ask for the status: NATS does not let it; do so from outside"
-            )
-        use_library_logs()
-        self._thread = LoopThread("muster-sdk")
-        self._exits = AsyncExitStack()
-        self._stack: Stack | None = None
-        self._embedded: _Embedded | None = None
-        self._opening: asyncio.Lock | None = None
-
-    def call(self, work: Callable[[Stack], Awaitable[Result]], http: HTTPOptions | None = None) -> Result:
-        """Do ``work`` on the client's thread; finds or starts a stack before the first."""
-
-        async def run() -> Result:
-            return await work(await self._open(http))
-
-        future = self._thread.submit(run())
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # of Ctrl-C, which is not the work's own
-            raise
-
-    @property
-    def is_embedded(self) -> bool:
-        """True when the stack belongs to this process."""
-        return self._embedded is not None
-
-    async def _open(self, http: HTTPOptions | None) -> Stack:
-        self._opening = self._opening or asyncio.Lock()
-        async with self._opening:
-            if self._stack is None:
-                try:
-                    address = find_stack(StackChoice(), os.environ, Path.cwd())
-                except BusUnavailable:
-                    embedded = _Embedded(http or HTTPOptions())
-                    await embedded.start()
-                    self._embedded = embedded
-                    self._exits.push_async_callback(embedded.stop)
-                    address = find_stack(StackChoice(), os.environ, Path.cwd())
-                self._stack = await self._exits.enter_async_context(connect_stack(address))
-            return self._stack
-
-    def close(self) -> None:
-        """Disconnect, and stop a stack of this process."""
-        if self._thread.loop.is_closed():
-            return
-        self._thread.submit(self._exits.aclose()).result(_STOP_TIMEOUT_S)
-        self._thread.stop(_CLOSE_TIMEOUT_S)
-
-
-_lock = threading.Lock()
-_client: _Client | None = None
-
-
-def _get_client() -> _Client:
-    global _client  # noqa: PLW0603 - one for the process
-    with _lock:
-        if _client is None:
-            _client = _Client()
-        return _client
-
-
-def _close_client() -> None:
-    global _client
-    with _lock:
-        client, _client = _client, None
-    if client is not None:
-        disconnect()
-        client.close()
-
-
-def _reset_after_fork() -> None:
-    """Forget the client in a forked child: its thread does not exist there, and its stack is the parent's."""
-    global _client, _lock  # noqa: PLW0603 - as above
-    _client = None
-    _lock = threading.Lock()
-
-
-atexit.register(_close_client)
-os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def run(  # noqa: PLR0917 - Ray Serve's signature
@@ -251,12 +110,15 @@ def run_many(
     apps = [build_app(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets]
 
     async def deploy_all(stack: Stack) -> None:
-        goals = [await _deploy(stack, app, each) for app, each in zip(apps, targets, strict=True)]
+        replies = [await _deploy(stack, app, each) for app, each in zip(apps, targets, strict=True)]
         if wait_for_applications_running:
-            for app, goal in zip(apps, goals, strict=True):
-                await _wait(stack, goal, f"Deploying application '{app.name}' failed")
+            for app, reply in zip(apps, replies, strict=True):
+                failure = f"Deploying application '{app.name}' failed"
+                await _wait(stack, reply.goal_id, failure)
+                if not reply.updating:
+                    await wait_serving(stack, app, failure)
 
-    _get_client().call(deploy_all)
+    get_client().call(deploy_all)
     if blocking:
         _wait_for_interrupt()
     return [DeploymentHandle(app.ingress, app.name) for app in apps]
@@ -300,12 +162,12 @@ def _run_many(
     )
 
 
-async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> GoalId | None:
+async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> ChangeReply:
     uploads = app.archives | {deployment.digest: deployment.code for deployment in app.deployments}
     for digest, data in uploads.items():
         await _upload(stack, digest, data)
     command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
-    return (await stack.admin.call(command)).goal_id
+    return await stack.admin.call(command)
 
 
 async def _upload(stack: Stack, digest: str, code: bytes) -> None:
@@ -331,6 +193,59 @@ async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:
         return  # it ended so long ago that it was forgotten
     if goal.status is not GoalStatus.SUCCEEDED:
         raise DeployFailed(f"{failure}: {goal.error or goal.message or goal.status.value}")
+
+
+async def wait_serving(stack: Stack, app: BuiltApplication, failure: str) -> None:
+    """Wait until an application serves that was deployed before: no goal waits for that, and its replicas may be down.
+
+    Serving means that all wanted replicas are routed to, on hosts that report, and every live proxy knows them. Raises
+    `DeployFailed`, which begins with ``failure``, when the application was deleted meanwhile, or does not serve within
+    the time to start of its replicas and `START_SLACK_S`.
+    """
+    loop, pause_s = asyncio.get_running_loop(), _STATUS_PAUSE_S
+    deadline, snapshot_id = None, None
+    while True:
+        status = await stack.admin.fetch_status()
+        deployments = {view.name: view for view in status.deployments}
+        parts = [deployments.get(f"{app.name}/{each.name}") for each in app.deployments]
+        views = [view for view in parts if view is not None and view.status not in _GOING]
+        if len(views) < len(parts):
+            raise DeployFailed(f"{failure}: it was deleted meanwhile")
+        reason = _not_serving(views, status)
+        if reason is None:
+            snapshot_id = status.snapshot_id if snapshot_id is None else snapshot_id
+            behind = [
+                p.proxy_id
+                for p in status.proxies
+                if p.status == "live" and p.applied_snapshot_id < snapshot_id
+            ]
+            if not behind:
+                return
+            reason = f"the proxies {', '.join(behind)} do not know yet that it does"
+        if deadline is None:
+            deadline = (
+                loop.time() + max(view.backend_config.start_timeout_s for view in views) + START_SLACK_S
+            )
+        if loop.time() >= deadline:
+            raise DeployFailed(f"{failure}: it was deployed before and does not serve: {reason}")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _STATUS_PAUSE_S_MAX)
+
+
+_GOING: Final = (DeploymentStatus.DELETING, DeploymentStatus.DELETED)
+_ROUTED: Final = ("running", "updating")
+
+
+def _not_serving(views: Sequence[DeploymentView], status: StatusView) -> str | None:
+    """Why deployments do not serve as wanted; None when they do."""
+    live = {host.host_id for host in status.hosts if host.status == "live"}
+    for view in views:
+        if view.status is not DeploymentStatus.HEALTHY:
+            return f"{view.name} is {view.status.value}: {view.message}"
+        for replica in view.replicas:
+            if replica.state in _ROUTED and replica.host_id not in live:
+                return f"{replica.replica_tag} is on a host that does not report"
+    return None
 
 
 def _wait_for_interrupt() -> None:
@@ -378,7 +293,7 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
         if changes:
             await stack.admin.call(SetHttpOptions(options=changes))
 
-    client = _get_client()
+    client = get_client()
     client.call(apply, http)
     if not client.is_embedded and http is not None and http.model_fields_set & {"host", "port"}:
         _log.warning("The stack runs already: host and port of http_options are those of its proxies.")
@@ -393,12 +308,12 @@ def delete(name: str, _blocking: bool = True) -> None:  # noqa: FBT001, FBT002 -
         if _blocking:
             await _wait(stack, goal, f"Deleting application '{name}' failed")
 
-    _get_client().call(work)
+    get_client().call(work)
 
 
 def shutdown() -> None:
     """Delete everything that is served. A stack within this process ends too; any other goes on, empty."""
-    if current_replica() is None and _client is None and not _finds_stack():
+    if not (is_connected() or _finds_stack()):
         _log.info("Nothing to shut down. There's no Serve application running.")
         return
 
@@ -406,10 +321,10 @@ def shutdown() -> None:
         for goal in (await stack.admin.call(Shutdown(confirm="everything"))).goal_ids:
             await _wait(stack, goal, "Shutting down failed")
 
-    client = _get_client()
+    client = get_client()
     if not client.is_embedded:
         client.call(work)
-    _close_client()
+    close_client()
 
 
 async def shutdown_async() -> None:
@@ -419,19 +334,19 @@ async def shutdown_async() -> None:
 
 def status() -> ServeStatus:
     """The state of all applications and proxies; empty where there is no stack."""
-    if current_replica() is None and _client is None and not _finds_stack():
+    if not (is_connected() or _finds_stack()):
         return ServeStatus()
 
     async def work(stack: Stack) -> ServeStatus:
         applications = await stack.admin.call(GetAllApplications())
         return view_status(await stack.admin.fetch_status(), applications)
 
-    return _get_client().call(work)
+    return get_client().call(work)
 
 
 def _finds_stack() -> bool:
     try:
-        find_stack(StackChoice(), os.environ, Path.cwd())
+        find_address()
     except BusUnavailable:
         return False
     return True

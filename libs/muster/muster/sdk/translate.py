@@ -167,11 +167,18 @@ _REPLICA_STATES: Final = {
 }
 
 
+_PROXY_STATUSES: Final = {"live": ProxyStatus.HEALTHY, "leaving": ProxyStatus.DRAINING}
+"""Status of a proxy by Muster's name for it; a lost one is unhealthy."""
+
+
 def view_status(status: StatusView, applications: Sequence[ApplicationView]) -> ServeStatus:
     """The state of everything, in Ray Serve's classes."""
     deployments = {each.name: each for each in status.deployments}
     return ServeStatus(
-        proxies={proxy.proxy_id: ProxyStatus.HEALTHY for proxy in status.proxies},
+        proxies={
+            proxy.proxy_id: _PROXY_STATUSES.get(proxy.status, ProxyStatus.UNHEALTHY)
+            for proxy in status.proxies
+        },
         applications={app.name: _application(app, deployments) for app in applications},
     )
 
@@ -181,7 +188,7 @@ def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -
     return ApplicationStatusOverview(
         status=_application_status(app),
         message=app.message,
-        last_deployed_time_s=max((part.started_at for part in parts), default=0.0),
+        last_deployed_time_s=app.deployed_at,
         deployments={part.name.partition("/")[2]: _deployment(part) for part in parts},
     )
 

@@ -125,6 +125,8 @@ class ApplicationView(msgspec.Struct, frozen=True, kw_only=True):
     """Goal of the last change."""
     goal_status: GoalStatus
     """Status of that goal; `GoalStatus.SUCCEEDED` also for one that is no longer retained."""
+    deployed_at: float = 0.0
+    """When it was last deployed with a change, in seconds since 1970."""
 
 
 class BackendView(msgspec.Struct, frozen=True, kw_only=True):

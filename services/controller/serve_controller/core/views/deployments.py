@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from immutables import Map
+
 from serve_common.api.queries import PagedQuery
 from serve_common.api.views import (
     ApplicationView,
@@ -66,7 +68,14 @@ def _application(checkpoint: Checkpoint, application: Application) -> Applicatio
         deployments=sorted(application.target.deployments),
         goal_id=application.goal_id,
         goal_status=goal_status,
+        deployed_at=_last_revision_at(checkpoint, application) if goal is None else goal.created_at,
     )
+
+
+def _last_revision_at(checkpoint: Checkpoint, application: Application) -> float:
+    """When a version of one of its deployments was accepted last: the goal is no longer retained."""
+    revisions = (checkpoint.revisions.get(tag) or Map() for tag in application.target.deployments)
+    return max((revision.at for each in revisions for revision in each.values()), default=0.0)
 
 
 def _status(

@@ -58,7 +58,9 @@ def test_an_application_is_its_deployments_and_one_route_to_its_ingress() -> Non
         deployments=["app/front", "app/model"],
         goal_id=goal_id,
         goal_status=GoalStatus.SUCCEEDED,
+        deployed_at=loop.checkpoint.goals[goal_id].created_at,
     )
+    assert shown(loop).deployed_at > 0
     front, model = view_deployments(loop.checkpoint)
     assert (front.application, front.is_ingress, front.route_prefix) == ("app", True, "/shop")
     assert (model.application, model.is_ingress, model.route_prefix) == ("app", False, None)
