@@ -13,7 +13,7 @@ from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.proxy_stack import Stack, running_stack
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def quiet() -> Iterator[None]:
     """Nothing is logged in this process: simulated hosts run in it, beside what a command prints."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))

@@ -33,7 +33,10 @@ pytestmark = [
 BUILT = typer.main.get_command(app)
 RUN: set[tuple[str, ...]] = set()
 """Subcommands that this module has run."""
-NOT_ABOUT_THE_ADMIN_API = {("up",), ("secrets",), ("call",), ("help",)}
+NOT_ABOUT_THE_ADMIN_API = {
+    *((word,) for word in ("up", "secrets", "call", "help", "init", "completion")),
+    *(("context", word) for word in ("add", "list", "use", "show", "remove")),
+}
 
 
 class Muster:
@@ -119,7 +122,13 @@ async def test_applications(muster: Muster) -> None:
     deployments = [{"name": n, "replica_config": {"import_path": "model:Model"}} for n in ("front", "model")]
     file = muster.directory / "shop.yaml"
     file.write_text(json.dumps({"name": "shop", "ingress": "front", "deployments": deployments}))
+    different = await muster.run("diff", "shop.yaml", "--json")
+    assert (different.exit_code, json.loads(different.stdout)["plan"]["updating"]) == (1, True)
     assert (await muster.ok("app", "deploy", "-f", "shop.yaml"))["result"] == "succeeded"
+    checks = {
+        check["part"]: check["outcome"] for check in json.loads((await muster.run("doctor", "--json")).stdout)
+    }
+    assert [checks[part] for part in ("nats", "controller", "postgres", "hosts", "versions")] == ["ok"] * 5
     (shop,) = await muster.ok("app", "list")
     assert shop["deployments"] == ["shop/front", "shop/model"]
     assert (await muster.ok("app", "delete", "shop"))["result"] == "succeeded"

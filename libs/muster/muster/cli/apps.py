@@ -13,6 +13,7 @@ import typer
 
 from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.completion import complete_application
 from muster.cli.help import Commands
 from muster.cli.output import Cell, print_error, print_table, shorten, style_state, table
 from muster.cli.queries import ReadRequest, query_command
@@ -161,7 +162,14 @@ def deploy(
 @change_command()
 def delete(
     *,
-    name: Annotated[str, typer.Argument(metavar="APP", help="Name of the application.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="APP",
+            help="Name of the application.",
+            autocompletion=complete_application,
+        ),
+    ],
 ) -> ChangeRequest:
     """Delete an application with all its deployments, and wait until their replicas are gone.
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.completion import complete_backend
 from muster.cli.config_options import (
     BACKEND_CHANGES,
     BACKEND_OPTIONS,
@@ -38,7 +39,9 @@ from serve_common.names import deployment_tag
 Tag = Annotated[
     str,
     typer.Argument(
-        metavar="BACKEND", help="Name of the backend; that of a deployment has the deployment's name."
+        metavar="BACKEND",
+        help="Name of the backend; that of a deployment has the deployment's name.",
+        autocompletion=complete_backend,
     ),
 ]
 
@@ -87,7 +90,12 @@ def update(
     session: Session,
     *,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the deployment or backend, or APP/NAME.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the deployment or backend, or APP/NAME.",
+            autocompletion=complete_backend,
+        ),
     ],
     fields: FieldsOption = None,
     overrides: Mapping[str, Any],

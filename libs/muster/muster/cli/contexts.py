@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from muster.cli.completion import complete_context
 from muster.cli.help import Commands
 from muster.cli.output import Cell, print_error, print_facts, print_json, print_line, print_table, table
 from muster.cli.queries import (
@@ -24,7 +25,14 @@ from muster.client.requests import parse_urls
 from serve_common.errors import BadField
 from serve_common.names import check_name
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="Name of the context.",
+        autocompletion=complete_context,
+    ),
+]
 
 app = Commands(
     help="""Name stacks, and choose one: add, list, use, show, remove.
@@ -154,7 +162,14 @@ def list_(context: typer.Context, *, as_json: JsonOption = False) -> None:
 def use(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the context; 'local' for none.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the context; 'local' for none.",
+            autocompletion=complete_context,
+        ),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Use a context by default.
@@ -186,7 +201,12 @@ def show(
     context: typer.Context,
     *,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of the context. Default: the one in use.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Name of the context. Default: the one in use.",
+            autocompletion=complete_context,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

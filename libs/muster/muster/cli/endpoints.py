@@ -10,6 +10,7 @@ import typer
 
 from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.completion import complete_endpoint
 from muster.cli.config_options import (
     ENDPOINT_CHANGES,
     ENDPOINT_OPTIONS,
@@ -47,7 +48,9 @@ from serve_common.names import check_route, deployment_tag
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="ENDPOINT", help="Name of the endpoint; that of a deployment has the deployment's name."
+        metavar="ENDPOINT",
+        help="Name of the endpoint; that of a deployment has the deployment's name.",
+        autocompletion=complete_endpoint,
     ),
 ]
 Weights = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
+from muster.cli.completion import complete_backend
 from muster.cli.output import (
     Cell,
     format_time,
@@ -219,6 +220,7 @@ def revisions(
         typer.Argument(
             metavar="NAME",
             help="Name of the deployment or backend; APP/NAME if it belongs to an application.",
+            autocompletion=complete_backend,
         ),
     ],
 ) -> ReadRequest[list[RevisionView]]:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from muster.cli.completion import complete_deployment
 from muster.cli.output import print_json_line, short_name
 from muster.cli.queries import NAME_HELP, stream_command
 from muster.cli.session import Session
@@ -100,7 +101,11 @@ async def logs(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help=f"{NAME_HELP} Default: all processes."),
+        typer.Argument(
+            metavar="NAME",
+            help=f"{NAME_HELP} Default: all processes.",
+            autocompletion=complete_deployment,
+        ),
     ] = None,
     service: Annotated[
         list[str] | None,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from muster.cli.completion import prepare_completion
 from muster.cli.help import COMMON, OF_COMMAND, Commands, PlainGroup
 from muster.cli.output import PlainFormatter, configure_logs
 from muster.cli.queries import ContextOption, CredsOption, NatsOption, PasswordFileOption, UserOption
@@ -42,6 +43,7 @@ _SAVE = "Save, restore and delete everything"
 COMMANDS: Final = {
     "up": _Command(_RUN, "up", "up"),
     "secrets": _Command(_RUN, "backup", "secrets"),
+    "init": _Command(_RUN, "init", "init"),
     "context": _Command(_RUN, "contexts", "app"),
     "deploy": _Command(_DEPLOY, "deployments", "deploy"),
     "update": _Command(_DEPLOY, "backend", "update"),
@@ -53,6 +55,7 @@ COMMANDS: Final = {
     "status": _Command(_INSPECT, "status", "status"),
     "list": _Command(_INSPECT, "status", "list_"),
     "info": _Command(_INSPECT, "status", "info"),
+    "doctor": _Command(_INSPECT, "doctor", "doctor"),
     "top": _Command(_INSPECT, "top", "top"),
     "logs": _Command(_INSPECT, "logs", "logs"),
     "events": _Command(_INSPECT, "history", "events"),
@@ -62,6 +65,8 @@ COMMANDS: Final = {
     "delete-all": _Command(_SAVE, "deployments", "delete_all"),
     "plan": _Command(_DEPLOY, "deployments", "plan", OF_COMMAND),
     "help": _Command(_RUN, "help", "help_", OF_COMMAND),
+    "diff": _Command(_DEPLOY, "diff", "diff"),
+    "completion": _Command(_RUN, "completion", "completion"),
     "app": _Command(_DEPLOY, "apps", "app"),
     "backend": _Command(_TRAFFIC, "backend", "app"),
     "endpoint": _Command(_TRAFFIC, "endpoints", "endpoint_app"),
@@ -190,6 +195,7 @@ def main() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter(logging.BASIC_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.ERROR)
+    prepare_completion()
     app(prog_name="muster")
 
 

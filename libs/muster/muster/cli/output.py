@@ -321,16 +321,18 @@ _SECRET_URL: Final = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 MASKED: Final = "********"
 
 
+def mask_variable(name: str, value: Any) -> Any:
+    """The value of an environment variable, unless it looks like a secret."""
+    return MASKED if _SECRET_NAME.search(name) or _SECRET_URL.search(str(value)) else value
+
+
 def mask_secrets(code: ReplicaConfig) -> ReplicaConfig:
     """``code`` without values of environment variables that look like secrets, by their names or as URLs."""
     options = code.ray_actor_options
     variables = options.runtime_env.get("env_vars")
     if not isinstance(variables, dict):
         return code
-    masked = {
-        name: MASKED if _SECRET_NAME.search(name) or _SECRET_URL.search(str(value)) else value
-        for name, value in variables.items()
-    }
+    masked = {name: mask_variable(name, value) for name, value in variables.items()}
     runtime_env = {**options.runtime_env, "env_vars": masked}
     return msgspec.structs.replace(
         code, ray_actor_options=msgspec.structs.replace(options, runtime_env=runtime_env)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar
 import msgspec
 import typer
 
+from muster.cli.completion import complete_context, complete_deployment
 from muster.cli.help import COMMON, WHICH_STACK
 from muster.cli.output import Progress, mask_secrets, print_json
 from muster.cli.session import Result, Session, StackChoice, get_session
@@ -63,6 +64,7 @@ ContextOption = Annotated[
         "--context",
         metavar="NAME",
         help="Context that names the stack, as 'muster context add' stored it; 'local' for none (or MUSTER_CONTEXT).",
+        autocompletion=complete_context,
         rich_help_panel=WHICH_STACK,
     ),
 ]
@@ -99,7 +101,14 @@ FieldsOption = Annotated[
         help="Settings to change, as a JSON object by field name; the options below take precedence.",
     ),
 ]
-DeploymentName = Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP)]
+DeploymentName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help=NAME_HELP,
+        autocompletion=complete_deployment,
+    ),
+]
 
 ShowEnvOption = Annotated[
     bool,

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.completion import complete_deployment, complete_host
 from muster.cli.help import Commands
 from muster.cli.output import (
     Cell,
@@ -300,7 +301,11 @@ def status(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help=f"{NAME_HELP} Default: all."),
+        typer.Argument(
+            metavar="NAME",
+            help=f"{NAME_HELP} Default: all.",
+            autocompletion=complete_deployment,
+        ),
     ] = None,
     show_env: ShowEnvOption = False,
 ) -> ReadRequest[Any]:
@@ -328,7 +333,14 @@ def status(
     return ReadRequest(AdminClient.fetch_status, show, shows_secrets=show_env)
 
 
-Host = Annotated[str, typer.Argument(metavar="HOST", help="Host id, as 'muster host list' shows it.")]
+Host = Annotated[
+    str,
+    typer.Argument(
+        metavar="HOST",
+        help="Host id, as 'muster host list' shows it.",
+        autocompletion=complete_host,
+    ),
+]
 
 host_app = Commands(help="Show and drain the hosts that run replicas: list, drain, undrain.")
 

@@ -42,7 +42,8 @@ from serve_common.errors import (
     TransientError,
 )
 from serve_common.names import EndpointTag, GoalId, deployment_tag
-from serve_common.protocol.subjects import Subjects
+from serve_common.nats.protocol import Greeting
+from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects
 from serve_common.telemetry.trace_context import headers_from_environment
 
 ATTEMPT_S: Final = 5.0
@@ -59,6 +60,12 @@ BACKUP_TRIES: Final = 3
 """Attempts to fetch a backup; a change of leader between two pages restarts it."""
 
 Reply = TypeVar("Reply")
+
+
+class _ServicePing(msgspec.Struct, frozen=True):
+    """A service's reply to NATS' own discovery of services."""
+
+    version: str = ""
 
 
 class AdminClient:
@@ -156,6 +163,14 @@ class AdminClient:
         if isinstance(error, NoReply):
             return TransientError(f"no controller answered in time at {self._requests.where}: {error}")
         return error
+
+    async def fetch_version(self) -> str:
+        """The version of a controller; empty when none says it. Raises what `Requests.request` raises."""
+        reply = await self._requests.request(f"$SRV.PING.{ADMIN_SERVICE}", b"", timeout_s=ATTEMPT_S)
+        try:
+            return msgspec.json.decode(reply.body, type=_ServicePing).version
+        except msgspec.DecodeError:
+            return ""
 
     async def wait_for_goal(
         self,
@@ -298,6 +313,8 @@ class Stack(msgspec.Struct, frozen=True):
 
     admin: AdminClient
     caller: Caller
+    nats: Greeting | None = None
+    """What its NATS server says of itself."""
 
 
 @asynccontextmanager
@@ -335,6 +352,7 @@ async def connect_stack(
                 on_retry=on_retry,
             ),
             caller=Caller(requests, subjects),
+            nats=requests.greeting,
         )
     finally:
         await requests.close()

@@ -17,6 +17,7 @@ from serve_common.nats.link import Link, open_link
 from serve_common.nats.login import build_login
 from serve_common.nats.options import BusOptions, PayloadTooLarge
 from serve_common.nats.protocol import (
+    Greeting,
     Message,
     ServerError,
     encode_headers,
@@ -50,6 +51,8 @@ class NatsRequests:
         self._waiting: dict[bytes, asyncio.Future[Message]] = {}
         """Requests without a reply, by the last token of its subject."""
         self._forbidden: str | None = None
+        self.greeting: Greeting | None = None
+        """What the server last connected to says of itself."""
 
     @property
     def where(self) -> str:
@@ -127,6 +130,7 @@ class NatsRequests:
                 link = await open_link(server, options, self, options.connect_timeout_s)
                 link.write(encode_sub(self._inbox + b".*", b"", 1))
                 await link.round_trip()
+                self.greeting = await link.greeting()
             except BusAuthorizationFailed as error:
                 raise BusAuthorizationFailed(self._refusal()) from error
             except BusUnavailable as error:

@@ -96,6 +96,10 @@ class Greeting(msgspec.Struct, frozen=True):
     lame_duck: bool = msgspec.field(default=False, name="ldm")
     nonce: str = ""
     """To be signed by a client that logs in with a key."""
+    version: str = ""
+    """The server's version, such as 2.12.1."""
+    jetstream: bool = False
+    """Whether the server has JetStream."""
 
 
 class ServerError(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from serve_common.api.views import (
 from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.names import GoalId
+from serve_common.nats.protocol import Greeting
 from serve_common.protocol.subjects import Subjects
 
 COMMANDS_BUILT = typer.main.get_command(app)
@@ -86,6 +88,7 @@ class PlayedController:
         self.progress: list[str] = []
         self.raises: BaseException | None = None
         """Instead of any answer, of controllers and of endpoints."""
+        self.nats: Greeting | None = None
         self.response = AdminReply(b"7")
         """Of every endpoint that is called."""
         self.answers: dict[str, Any] = {
@@ -96,6 +99,7 @@ class PlayedController:
             "get_status": STATUS,
             "plan": PlanView(updating=False, replicas=[], notes=[]),
             "wait_for_goal": self._wait,
+            "version": metadata.version("muster"),
         }
 
     async def request(
@@ -103,6 +107,8 @@ class PlayedController:
     ) -> AdminReply:
         if self.raises is not None:
             raise self.raises
+        if subject.startswith("$SRV.PING."):
+            return AdminReply(msgspec.json.encode({"version": self.answers["version"]}))
         verb = subject.removeprefix("serve.admin.")
         if verb == subject:
             self.called.append((subject.removeprefix("serve.call."), body, headers or {}))
@@ -135,7 +141,7 @@ class PlayedController:
         if isinstance(self.raises, BusAuthorizationFailed | BusUnavailable):
             raise self.raises
         admin = AdminClient(self, Subjects(), retry_for_s=0.0)
-        yield Stack(admin=admin, caller=Caller(self, Subjects()))
+        yield Stack(admin=admin, caller=Caller(self, Subjects()), nats=self.nats)
 
     def asked_of(self, verb: str) -> list[Any]:
         return [request for asked, request in self.asked if asked == verb]

@@ -17,7 +17,7 @@ from muster.cli.main import app
 from muster.cli.queries import STACK_OPTIONS
 
 ROOT = typer.main.get_command(app)
-WITHOUT_STACK = {"up", "secrets", "plan", "help", "context"}
+WITHOUT_STACK = {"up", "secrets", "plan", "help", "context", "init", "completion"}
 
 
 def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
