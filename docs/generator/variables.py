@@ -262,7 +262,9 @@ SECTIONS: Final = (
         read_host_settings,
         (
             Variable("MUSTER_HOST_ID", (HostSettings, "host_id")),
-            Variable("MUSTER_NUM_CPUS", "CPUs of the local Ray runtime; 0 for those of the machine."),
+            Variable(
+                "MUSTER_NUM_CPUS", "CPUs that replicas may reserve; 0 for those of the machine, at least 8."
+            ),
             Variable("MUSTER_APP_ROOT", (HostSettings, "app_root"), _APP_ROOT),
             Variable("MUSTER_HOST_USER", (HostSettings, "host_user")),
             Variable("MUSTER_REPLICA_USER", (HostSettings, "replica_user")),
@@ -371,7 +373,7 @@ _COMPOSE: Final[Mapping[str, str]] = {
     "MUSTER_PROMETHEUS_URL": "The Prometheus that the controllers read; empty for none.",
     "MUSTER_PROXY_PROCESSES": "Proxy processes in each proxy container.",
     "MUSTER_FORWARDED_HOPS": "Trusted load balancers in front, as for the proxy.",
-    "MUSTER_NUM_CPUS": "CPUs of each replica host's Ray; 0 for those of the machine.",
+    "MUSTER_NUM_CPUS": "CPUs that the replicas of each host may reserve; 0 for those of the machine, at least 8.",
     "MUSTER_TMP_SIZE": "Size of a replica host's `/tmp`, in memory.",
     "MUSTER_SHM_SIZE": "Size of a replica host's `/dev/shm`, Ray's object store.",
     "MUSTER_OTLP_ENDPOINT": "Address that traces are sent to; empty turns tracing off.",

@@ -46,7 +46,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str | None
     """Address of an existing Ray cluster; None starts a local runtime that ends with this process."""
     num_cpus: int | None
-    """CPUs of the local runtime; None for those of the machine."""
+    """CPUs of the local runtime; None for those of the machine, at least 8."""
     app_root: str
     """Directory to which a relative app_dir is resolved."""
     metrics_dir: str

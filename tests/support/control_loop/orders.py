@@ -8,6 +8,7 @@ from serve_common.api.commands import CreateBackend, CreateEndpoint, Deploy, Dep
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 
 BAD_CODE = "bad:Code"
+UNUSABLE_CODE = "unusable:Code"
 """Its constructor raises."""
 GOOD_CODE = "good:Code"
 

@@ -9,7 +9,7 @@ import msgspec
 from serve_common.config.backend import ReplicaConfig
 from serve_common.names import HostId, ReplicaTag
 from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
-from tests.support.control_loop.orders import BAD_CODE
+from tests.support.control_loop.orders import BAD_CODE, UNUSABLE_CODE
 
 M = TypeVar("M")
 
@@ -95,7 +95,10 @@ class PureHost:
 
     def _start(self, tag: ReplicaTag, version: int, user_config: object, code: ReplicaConfig) -> None:
         self.asked[tag] = version
-        failed = user_config in (self.raises_at | self.dies_at) or code.import_path == BAD_CODE
+        failed = user_config in (self.raises_at | self.dies_at) or code.import_path in (
+            BAD_CODE,
+            UNUSABLE_CODE,
+        )
         status = ReplicaStatus.FAILED if failed else ReplicaStatus.RUNNING
         if self.hangs_in_starting:
             failed, status = False, ReplicaStatus.STARTING
@@ -105,6 +108,7 @@ class PureHost:
             status=status,
             config_version=version if status is ReplicaStatus.RUNNING else 0,
             error="RuntimeError: no" if failed else "",
+            is_unusable=failed and code.import_path == UNUSABLE_CODE,
         )
 
     def _reconfigure(self, tag: ReplicaTag, version: int, user_config: object) -> None:

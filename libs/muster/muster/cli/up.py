@@ -368,7 +368,7 @@ def up(
             "--num-cpus",
             metavar="N",
             min=1,
-            help="CPUs that all replicas together may reserve. Default: those of the machine.",
+            help="CPUs that all replicas together may reserve. Default: those of the machine, at least 8.",
         ),
     ] = None,
     proxy_processes: Annotated[

@@ -61,7 +61,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     proxy_processes: int = 1
     """Proxy processes that share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None
-    """CPUs available to all replicas; None for the machine's."""
+    """CPUs that all replicas together may reserve; None for those of the machine, at least 8."""
     app_root: Path | None = None
     """Base directory of a relative app_dir; None for the directory in which the stack was started."""
     deploy_dir: Path = CHECKOUT / "deploy"

@@ -11,6 +11,10 @@ from serve_common.dispatch.errors import BackendUnavailable, QueueIsFull
 from serve_common.errors import BadField, LimitReached, PermanentError, RequestFailed
 
 
+class NoSuchMethod(BadField, AttributeError):
+    """The deployment has no public method of that name; an AttributeError too, as in Ray Serve."""
+
+
 class RequestCancelled(RequestFailed):
     """The caller cancelled the call."""
 

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 
-from muster.handles.options import ArgumentsTooLarge, RequestCancelled
+from muster.handles.options import ArgumentsTooLarge, NoSuchMethod, RequestCancelled
 from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
 from serve_common.errors import (
     BadField,
@@ -144,5 +144,5 @@ def _from_code(error: ReplicaError) -> Exception:
     message = str(error)
     if error.code == BadField.error_code:
         field, _, reason = message.partition(": ")
-        return BadField(field, reason)
+        return NoSuchMethod(field, reason) if field == "method_name" else BadField(field, reason)
     return _NAMED.get(error.code, RequestFailed)(message)

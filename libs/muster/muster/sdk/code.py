@@ -8,6 +8,7 @@ still pickled by its name; what ``__main__``, a notebook or a test defines, by v
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import io
 import pickle
@@ -19,9 +20,13 @@ from typing import Any, Final, final
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 from cloudpickle import cloudpickle as reducers
+from starlette.datastructures import State
 
 from serve_common.errors import BadField
 from serve_common.protocol.code import check_size, code_header
+
+# A FastAPI application has one; unpickled as usual, its __getattr__ would look for itself without end.
+copyreg.pickle(State, lambda state: (State, (vars(state)["_state"],)))
 
 _ATOMS: Final = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _DEPTH_MAX: Final = 12

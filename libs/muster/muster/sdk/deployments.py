@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypedDict, final
 
+# Programs of Ray Serve import starlette alone, and annotate with starlette.requests.Request.
+import starlette.requests  # noqa: F401 - as above
 from pydantic import (
     BaseModel,
     ConfigDict,

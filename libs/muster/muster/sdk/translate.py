@@ -39,6 +39,8 @@ from serve_common.errors import BadField
 _log: Final = logging.getLogger("ray.serve")
 
 _VERSION_LENGTH: Final = 16
+_RETRIES_PER_REPLICA: Final = 3
+"""Failed starts for each replica wanted after which a deploy fails, as Ray Serve counts them."""
 
 
 def deploy_command(
@@ -110,6 +112,9 @@ def _actor_options(built: BuiltDeployment) -> RayActorOptions:
 def _backend_config(built: BuiltDeployment) -> BackendConfig:
     options = built.deployment.deployment_options
     autoscaling = options.autoscaling_config
+    wanted = options.num_replicas or 1
+    if autoscaling is not None:
+        wanted = autoscaling.initial_replicas or max(autoscaling.min_replicas, 1)
     config = BackendConfig(
         num_replicas=options.num_replicas or 1,
         autoscaling_config=None if autoscaling is None else _autoscaling(autoscaling),
@@ -119,7 +124,7 @@ def _backend_config(built: BuiltDeployment) -> BackendConfig:
         graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=options.health_check_timeout_s,
-        max_constructor_retry_count=options.max_constructor_retry_count,
+        max_constructor_retry_count=min(options.max_constructor_retry_count, _RETRIES_PER_REPLICA * wanted),
         max_replicas_per_host=built.deployment.max_replicas_per_node,
         backpressure_config=BackpressureConfig(
             status_code=options.backpressure_config.status_code,

@@ -91,6 +91,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The configuration for which ``reconfigure`` raised; 0 for none."""
     error: Text = ""
     """The user's traceback, or why the process ended; at most the last `ERROR_LENGTH_MAX` characters."""
+    is_unusable: bool = False
+    """The start failed and would wherever it is tried: the code cannot be served as it is."""
     pid: Count = 0
 
 

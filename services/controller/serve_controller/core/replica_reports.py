@@ -187,11 +187,22 @@ def _apply_end(draft: Draft, host: HostObserved, replica: Replica, report: Repli
     had_run = replica.state is not ReplicaState.STARTING
     if wanted and not (had_run and now - replica.since >= SHORT_LIFE_S):
         error = report.error or "the replica's process ended"
-        _count_failure(draft, replica, error, now, had_run=had_run)
+        _count_failure(draft, replica, error, now, had_run=had_run, is_unusable=report.is_unusable)
 
 
-def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, had_run: bool = False) -> None:
-    """Count a failed start, which delays the next one; ignored for another version than the target's."""
+def _count_failure(
+    draft: Draft,
+    replica: Replica,
+    error: str,
+    now: float,
+    *,
+    had_run: bool = False,
+    is_unusable: bool = False,
+) -> None:
+    """Count a failed start, which delays the next one; ignored for another version than the target's.
+
+    One of unusable code counts as all that a goal allows, because no other can succeed.
+    """
     backend = draft.backends[replica.backend_tag]
     target = backend.target
     if (replica.code_version, replica.config_version) != (target.code_version, target.config_version):
@@ -199,6 +210,8 @@ def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, ha
     if replica.since <= draft.counters.restored_at:
         return  # started before the store was restored; it may have run and ended since
     failures = backend.start_failures + 1
+    if is_unusable:
+        failures = max(failures, target.backend_config.max_constructor_retry_count)
     draft.put(
         msgspec.structs.replace(
             backend,

@@ -45,7 +45,7 @@ def serve_internal_path(ingress: Ingress, method: str, path: str, request_id: st
         return web.Response(body=body, content_type="application/json")
     reason = ingress.routing_error()
     if reason is None:
-        return web.Response(text="ok\n")
+        return web.Response(text="success")  # as Ray Serve's, which programs compare
     return web.Response(status=503, text=f"{reason}\n", headers={"Retry-After": "1"})
 
 

@@ -244,7 +244,8 @@ class ReplicasWithCode:
             await self._cache.trim(set().union(*self._used.values()))
         except (ServeError, OSError) as error:
             self._fetching.pop(tag, None)
-            self._on_event(ReplicaStartFailed(tag, f"its code cannot be used: {error}"))
+            is_unusable = isinstance(error, CodeCorrupt)
+            self._on_event(ReplicaStartFailed(tag, f"its code cannot be used: {error}", is_unusable))
             self._end(tag, str(error))
             return
         finally:

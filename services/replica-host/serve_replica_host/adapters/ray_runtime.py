@@ -413,7 +413,7 @@ class RayRuntime:
         if outcome.error is None:
             self._emit(Constructed(tag, config_version))
         else:
-            failed = ReplicaStartFailed(tag, outcome.error)
+            failed = ReplicaStartFailed(tag, outcome.error, outcome.is_unusable)
             self._remote.store_final(spare.remote, outcome.telemetry, lambda: self._emit(failed))
 
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:

@@ -16,6 +16,7 @@ import ray
 import structlog
 from ray._private import node as ray_node
 from ray._private import parameter as ray_parameter
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.exceptions import RuntimeEnvSetupError
 
@@ -72,6 +73,9 @@ def get_node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+NUM_CPUS_MIN: Final = 8
+"""CPUs that a small machine has to reserve. A reservation only limits how many replicas are placed, and a replica
+reserves one by default: four small models would not fit on two cores."""
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 """Size of the object store; near Ray's minimum, because no object passes through Ray."""
 _FORWARDED_VARIABLES: Final = ("MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED")
@@ -89,7 +93,7 @@ def open_ray(settings: RaySettings) -> None:
             "address": "local",
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "num_cpus": settings.num_cpus,
+            "num_cpus": settings.num_cpus or max(int(ray_utils.get_num_cpus()), NUM_CPUS_MIN),
             "_temp_dir": str(settings.ray_directory),
         }
     untyped: Any = ray_worker

@@ -121,6 +121,8 @@ class ReplicaStartFailed(_Event, frozen=True):
     """Import or constructor raised; its process may still exist."""
 
     error: _Text
+    is_unusable: bool = False
+    """True when no other start of this code can succeed."""
 
 
 class Reconfigured(_Event, frozen=True):
@@ -191,8 +193,8 @@ def _apply(replica: HostedReplica, event: ReplicaEvent, now: float) -> HostedRep
                 error="",
                 check_at=now + replica.goal.health_check_period_s,
             )
-        case ReplicaStartFailed(error=error):
-            return fail(replica, error)
+        case ReplicaStartFailed(error=error, is_unusable=is_unusable):
+            return msgspec.structs.replace(fail(replica, error), is_unusable=is_unusable)
         case Reconfigured(config_version=version, error=error):
             return _on_reconfigured(replica, version, error)
         case HealthCheckSent():

@@ -54,6 +54,8 @@ class HostedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """Deadline of the reconfigure in progress."""
     config_error_version: int = 0
     error: str = ""
+    is_unusable: bool = False
+    """Its start failed, and would wherever it is tried."""
     pid: int = 0
     is_check_pending: bool = False
     check_at: float | None = None
@@ -197,5 +199,6 @@ def _replica_report(replica: HostedReplica) -> ReplicaReport:
         config_version=replica.config_version,
         config_error_version=replica.config_error_version,
         error=replica.error,
+        is_unusable=replica.is_unusable,
         pid=replica.pid,
     )

@@ -65,9 +65,10 @@ class ReplicaActor:
         self._process = ReplicaProcess(request, self._make_metrics(goal.backend_tag), logs)
         error = self._process.start()
         if error is None or self._remote_side is None:
-            return encode(ControlOutcome(error=error))
+            return encode(ControlOutcome(error=error, is_unusable=self._process.is_unusable))
         logs.end()  # the host kills this process as soon as it receives the outcome
-        return encode(ControlOutcome(error=error, telemetry=self._remote_side.fetch(with_lines=True)))
+        telemetry = self._remote_side.fetch(with_lines=True)
+        return encode(ControlOutcome(error=error, is_unusable=self._process.is_unusable, telemetry=telemetry))
 
     def reconfigure(self, goal_bytes: bytes) -> bytes:
         """Apply a `ReplicaGoal`'s configuration; returns a `ControlOutcome`."""

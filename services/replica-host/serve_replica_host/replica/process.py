@@ -35,7 +35,7 @@ from serve_replica_host.replica.io.replica_io import ReplicaIO
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import RemoteTelemetry
 from serve_replica_host.replica.telemetry.traces import Traces, user_traceback
-from serve_replica_host.replica.user.code import UserCode
+from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
 
 if TYPE_CHECKING:
     from serve_common.telemetry.otlp import OtlpTracing
@@ -66,6 +66,8 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str | None = None
     """The user's traceback, or another error; None on success."""
+    is_unusable: bool = False
+    """True when no other start of this code can succeed."""
     telemetry: RemoteTelemetry | None = None
     """The final telemetry of this process; None if its host need not fetch it."""
 
@@ -106,6 +108,8 @@ class ReplicaProcess:
         self._lag = ThreadLoopLag(self._user.loop, process_metrics.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
+        self.is_unusable = False
+        """True after a start that failed, and would wherever it is tried."""
         self._io: ReplicaIO | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
@@ -222,9 +226,13 @@ class ReplicaProcess:
         def constructed(target: object) -> None:
             context.servable_object = target
 
-        self._code = await UserCode.construct(
-            self._order.goal, self._order.app_dir, constructed, self._code_dir()
-        )
+        try:
+            self._code = await UserCode.construct(
+                self._order.goal, self._order.app_dir, constructed, self._code_dir()
+            )
+        except UserCodeUnusable:
+            self.is_unusable = True
+            raise
 
     def _code_dir(self) -> str:
         """The directory with what was uploaded; on another machine than the host's, made for this process."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
-from muster.sdk.code import CodeUnpicklable, dump_code
-from serve_common.errors import BadField, LimitReached
+from muster.sdk.code import CodePickler, CodeUnpicklable, dump_code
+from serve_common.errors import LimitReached
 from serve_common.protocol import code as protocol
-from serve_common.protocol.code import CodeCorrupt, digest_code
-from serve_replica_host.replica.user.code import load_code
+from serve_common.protocol.code import digest_code
+from serve_replica_host.replica.user.code import UserCodeUnusable, load_code
 
 PROGRAM = """
 import dataclasses, enum, functools
@@ -94,6 +97,15 @@ def test_a_class_that_no_module_has_travels_by_value() -> None:
     assert target(*args, **kwargs)() == (3, ["a", "b"])
 
 
+def test_a_fastapi_application_travels_with_its_state() -> None:
+    app = FastAPI()
+    app.state.limit = 3
+    with io.BytesIO() as file:
+        CodePickler(file).dump(app)
+        restored = pickle.loads(file.getvalue())
+    assert restored.state.limit == 3
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
     with pytest.raises(CodeUnpicklable, match=r"Model\['kwargs'\]\['config'\]\[1\]") as raised:
         dump_code(make_class(), (), {"config": [1, threading.Lock()]}, name="Model")
@@ -116,9 +128,9 @@ def test_code_that_is_too_large_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 def test_changed_code_and_code_of_other_versions_is_never_loaded() -> None:
     data = dump_code(make_class(), (3,), {}, name="Local")
-    with pytest.raises(CodeCorrupt, match=digest_code(data)):
+    with pytest.raises(UserCodeUnusable, match=digest_code(data)):
         load_code(data[:-1] + b"x", digest_code(data))
     header, _, body = data.partition(b"\n")
     other = header.replace(b"python 3", b"python 2") + b"\n" + body
-    with pytest.raises(BadField, match=r"python 2.*python 3"):
+    with pytest.raises(UserCodeUnusable, match=r"python 2.*python 3"):
         load_code(other, digest_code(other))

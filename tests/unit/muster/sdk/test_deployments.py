@@ -43,7 +43,8 @@ def test_defaults_are_those_of_ray_serve() -> None:
     spec = deployed(serve.deployment(Model))
     config = spec.backend_config
     assert (config.max_concurrent_queries, config.max_queued_requests) == (5, -1)
-    assert config.max_constructor_retry_count == 20
+    assert config.max_constructor_retry_count == 3  # of each replica; 20 of all
+    assert deployed(serve.deployment(num_replicas=9)(Model)).backend_config.max_constructor_retry_count == 20
     assert (config.health_check_period_s, config.health_check_timeout_s) == (10, 30)
     assert config.graceful_shutdown_timeout_s == 20
     assert spec.replica_config.ray_actor_options.num_cpus == 1

@@ -32,7 +32,7 @@ from serve_controller.core.transitions import (
 )
 from serve_controller.core.views.deployments import view_deployment
 from tests.support.control_loop.closed_loop import Loop, check_converged
-from tests.support.control_loop.orders import BAD_CODE, backend_config, deploy
+from tests.support.control_loop.orders import BAD_CODE, UNUSABLE_CODE, backend_config, deploy
 from tests.support.control_loop.pure_host import PureHost
 from tests.support.controller_parts import (
     NOW,
@@ -127,6 +127,17 @@ def test_without_room_for_one_more_the_old_one_makes_room_within_the_budget() ->
     while loop.goal_status(goal_id) is GoalStatus.PENDING:
         loop.step()
         assert len(loop.running()) >= 3
+    check_converged(loop)
+
+
+def test_a_version_that_no_start_can_serve_fails_with_the_first() -> None:
+    loop = serving(num=2)
+    old = loop.running()
+    goal_id = loop.command(deploy(num=2, version="v2", code=UNUSABLE_CODE, retries=20)).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert loop.running() == old
+    assert len({tag for host in loop.hosts for tag in host.asked} - old) == 1
     check_converged(loop)
 
 

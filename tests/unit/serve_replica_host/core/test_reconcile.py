@@ -203,6 +203,15 @@ def test_a_failed_start_is_kept_until_the_goal_omits_it_and_its_tag_is_never_sta
     assert "never used again" in world.held(TAG).error
 
 
+@pytest.mark.parametrize("is_unusable", [False, True])
+def test_a_report_tells_whether_another_start_could_succeed(is_unusable: bool) -> None:
+    world = World()
+    world.want(ONE)
+    world.hear(ReplicaStartFailed(TAG, "no", is_unusable))
+    report = build_report(world.state, incarnation="i", started_at=5.0, sequence=3, resources={})
+    assert report.replicas[0].is_unusable is is_unusable
+
+
 def test_a_process_that_ends_before_its_start_is_done_counts_as_failed_and_afterwards_as_dead() -> None:
     world = World()
     world.want(ONE)

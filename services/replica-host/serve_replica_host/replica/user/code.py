@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message
 
 from serve_common.config.backend import ReplicaConfig
 from serve_common.errors import BadField
-from serve_common.protocol.code import check_code, strip_header
+from serve_common.protocol.code import CodeCorrupt, check_code, strip_header
 from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.request_context import RequestContext, request_context
@@ -40,16 +40,16 @@ from serve_replica_host.replica.user.threads import PlainThreads
 
 
 class UserCodeUnusable(Exception):
-    """The object at the import path cannot be served; the message has the reason."""
+    """The code cannot be served, wherever and however often it is started; the message has the reason."""
 
 
 def add_to_path(app_dir: str) -> None:
-    """Put ``app_dir`` first on ``sys.path``, unless it is empty. Raises `UserCodeUnusable` when it is no directory."""
+    """Put ``app_dir`` first on ``sys.path``, unless it is empty. Raises NotADirectoryError."""
     if not app_dir:
         return
     if not Path(app_dir).is_dir():
         where = f"looked for on the machine {os.uname().nodename}"
-        raise UserCodeUnusable(
+        raise NotADirectoryError(
             f"app_dir {app_dir} is not a directory that the replica host can see ({where})"
         )
     if app_dir not in sys.path:
@@ -69,9 +69,12 @@ def enter_archives(config: ReplicaConfig, code_dir: str) -> None:
 def load_code(data: bytes, digest: str) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """The class or function of uploaded code, and its arguments. Unpickling runs code, here as in the constructor.
 
-    Raises `CodeCorrupt`, `BadField` for code of other versions, and whatever unpickling raises.
+    Raises `UserCodeUnusable` for code of other versions or another digest, and whatever unpickling raises.
     """
-    body = strip_header(check_code(data, digest), cloudpickle.__version__)
+    try:
+        body = strip_header(check_code(data, digest), cloudpickle.__version__)
+    except (BadField, CodeCorrupt) as error:
+        raise UserCodeUnusable(str(error)) from None
     target, args, kwargs = pickle.loads(body)  # noqa: S301 - whoever deploys may run code here
     return target, args, kwargs
 
@@ -83,7 +86,8 @@ def _read(code_dir: str, digest: str) -> bytes:
 def import_named(import_path: str) -> Any:
     """Import ``module:attribute``.
 
-    Raises `UserCodeUnusable`, and any exception of the import. Its errors are the first thing that a new user reads.
+    Raises `UserCodeUnusable`, NotADirectoryError, and any exception of the import. Its errors are the first thing that
+    a new user reads.
     """
     module_name, _, attribute = import_path.partition(":")
     found: Any = importlib.import_module(module_name)
@@ -307,9 +311,8 @@ class UserCode:
         if on_constructed is not None:
             on_constructed(target)
         application = _application(target)
-        if application is None and not callable(target):
-            what = "has no __call__" if inspect.isclass(named) else "is neither a class nor a function"
-            raise UserCodeUnusable(f"{config.import_path} {what}")
+        if application is None and not callable(target) and not inspect.isclass(named):
+            raise UserCodeUnusable(f"{config.import_path} is neither a class nor a function")
         handler = target if callable(target) and application is not target else None
         asgi = None if application is None else Lifespan(application)
         code = cls(target, handler, goal.max_concurrent_queries, asgi)

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from serve_common.config.backend import BackpressureConfig, ReplicaConfig
 from serve_common.dispatch.errors import QueueIsFull
-from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, UserCodeRaised
+from serve_common.errors import BadField, DeadlineExceeded, UserCodeRaised
 from serve_common.names import BackendTag
 from serve_common.protocol.frames import CallHead, Raised, RequestHead, RequestKind
 from serve_common.protocol.reports import ReplicaGoal
@@ -58,7 +58,8 @@ class Plain:
         raise OSError("disk")
 
 class NotCallable:
-    pass
+    def other(self):
+        return "other"
 
 class Deep:
     def __init__(self):
@@ -128,7 +129,6 @@ async def test_a_function_that_takes_nothing_is_called_with_nothing(app_dir: str
 @pytest.mark.parametrize(
     ("attribute", "changes", "reason"),
     [
-        ("NotCallable", {}, "has no __call__"),
         ("VALUE", {}, "neither a class nor a function"),
         ("Absent", {}, "has no Absent"),
         ("function", {"init_args": [1]}, "takes no init_args"),
@@ -142,8 +142,17 @@ async def test_what_cannot_be_served_says_why(
         await UserCode.construct(goal(attribute, **changes), app_dir)
 
 
+async def test_a_class_without_a_call_method_has_its_other_methods(app_dir: str) -> None:
+    code = await UserCode.construct(goal("NotCallable"), app_dir)
+
+    assert await code.call(method_name="other") == "other"
+    with pytest.raises(BadField, match="__call__ is no method of NotCallable"):
+        await code.call("x")
+    code.discard()
+
+
 async def test_a_missing_app_dir_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserCodeUnusable, match="not a directory that the replica host can see"):
+    with pytest.raises(NotADirectoryError, match="not a directory that the replica host can see"):
         await UserCode.construct(goal("Async"), str(tmp_path / "absent"))
 
 
@@ -378,7 +387,7 @@ async def test_an_error_of_a_call_further_down_keeps_its_kind(code: UserCode) ->
     full = QueueIsFull(BackendTag("d/b"), 5, BackendProtection())
     _, raised = failure(await call(code, "fail", Opaque(full)))
     restored = pickle.loads(raised.pickled)
-    assert type(restored) is NoReplicaAvailable
+    assert type(restored) is QueueIsFull
     assert str(restored) == str(full)
 
 
@@ -431,7 +440,8 @@ async def test_a_stream_that_breaks_gives_its_items_and_then_the_exception(code:
 
 
 @pytest.mark.parametrize(
-    ("method", "stream", "said_so"), [("numbers", False, "stream=True"), ("plain", True, "no generator")]
+    ("method", "stream", "said_so"),
+    [("numbers", False, "stream=True"), ("plain", True, "did not return a generator")],
 )
 async def test_asking_for_the_wrong_kind_of_answer_is_told(
     code: UserCode, method: str, stream: bool, said_so: str
