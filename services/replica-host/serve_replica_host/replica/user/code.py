@@ -84,11 +84,7 @@ def _read(code_dir: str, digest: str) -> bytes:
 
 
 def import_named(import_path: str) -> Any:
-    """Import ``module:attribute``.
-
-    Raises `UserCodeUnusable`, NotADirectoryError, and any exception of the import. Its errors are the first thing that
-    a new user reads.
-    """
+    """Import ``module:attribute``. Raises `UserCodeUnusable`, and any exception of the import."""
     module_name, _, attribute = import_path.partition(":")
     found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):

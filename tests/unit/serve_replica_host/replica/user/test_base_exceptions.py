@@ -537,19 +537,19 @@ def test_a_loop_goes_on_when_a_task_or_a_callback_of_the_user_exits(make: Any) -
     def exit_() -> None:
         raise make()
 
-    async def after_callbacks() -> None:
+    async def after_callbacks(delay_s: float) -> None:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        loop.call_soon(exit_)
+        loop.call_later(delay_s, exit_) if delay_s else loop.call_soon(exit_)
         loop.call_soon(order_.append, 2)
-        loop.call_later(0.001, exit_)
-        loop.call_later(0.002, done.set)
+        loop.call_later(delay_s + 0.001, done.set)
         await done.wait()
 
     with capture_logs() as logs:
         assert isinstance(thread.submit(parent()).result(WAIT_S), type(make()))
-        thread.submit(after_callbacks()).result(WAIT_S)
+        for delay_s in (0, 0.001):  # one after the other: two in one turn of the loop would be logged once
+            thread.submit(after_callbacks(delay_s)).result(WAIT_S)
         thread.stop(WAIT_S)
-    assert order_ == [1, 2]
+    assert order_ == [1, 2, 2]
     assert [line["event"] for line in logs].count("loop_exit_ignored") == 3
     assert thread.loop.is_closed()
 
