@@ -120,6 +120,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("get_history", {"before": 0}, 400, "bad_field", "before", ""),
     ("get_revisions", {"name": "nobody"}, 404, "not_found", "", "'default/nobody'"),
     ("get_backup", {"backup_id": "another"}, 404, "not_found", "", "there is no such backup"),
+    ("get_backup", {"code": "0" * 64}, 404, "not_found", "", "is not stored"),
+    ("get_backup", {"code": "abc"}, 400, "bad_field", "code", "64 lower-case"),
     ("get_backup", {"page": 10**6}, 400, "bad_field", "page", "must be 0 to"),
     ("wait_for_goal", {"goal_id": "g999999"}, 404, "not_found", "", "never given"),
     ("wait_for_goal", {"goal_id": "nonsense\0\n"}, 404, "not_found", "", "never given"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,37 @@ async def test_code_is_named_by_its_digest_in_views(stack: EmbeddedStack, tmp_pa
         views = {view.name: view for view in await connected.admin.call(ListDeployments())}
     assert len(views["shop/Ingress"].replica_config.code) == 64
     assert views["shop/Ingress"].replica_config.import_path == "__main__:Ingress"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_backup_has_the_code_and_brings_it_back_on_an_empty_stack(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    import asyncio
+
+    def muster(state_dir: str, *arguments: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "muster.cli.main", *arguments, "--state-dir", state_dir],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    (tmp_path / "helper.py").write_text("NUMBER = 4")
+    program = "import helper\n" + PROGRAM.replace("FACTOR = 2", "FACTOR = helper.NUMBER")
+    result = await asyncio.to_thread(run, tmp_path, Path(stack.record.state_dir), program)
+    assert result.returncode == 0, result.stderr
+    await asyncio.to_thread(muster, stack.record.state_dir, "backup", "full.muster")
+    await asyncio.to_thread(muster, stack.record.state_dir, "backup", "bare.muster", "--no-code")
+    assert zipfile.is_zipfile(tmp_path / "full.muster")
+    assert not zipfile.is_zipfile(tmp_path / "bare.muster")
+    async with EmbeddedStack(tmp_path / "new" / "state", ANY_PORTS) as new:
+        await asyncio.to_thread(muster, new.record.state_dir, "restore", "full.muster", "--yes")
+        assert (await asyncio.to_thread(get, f"{new.record.http_url}/shop?word=two"))["number"] == 8
 
 
 SIBLINGS = """

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import IO, Annotated, Any, Final
 
 import msgspec
 import typer
@@ -27,12 +31,18 @@ from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from muster.client.admin import AdminClient
 from serve_common.api.commands import RestoreReply
 from serve_common.api.views import GoalStatus
-from serve_common.errors import BadField, PermanentError
+from serve_common.config.backend import ReplicaConfig
+from serve_common.errors import BadField, NotFound, PermanentError, TransientError
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
+from serve_common.protocol.code import check_size as check_code_size
+from serve_common.values import check_digest
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 _TIMEOUT_S: Final = 600.0
+_ENTRY: Final = "backup"
+_CODE: Final = "code/"
+"""A backup with code is a zip: the backup itself, and an entry for each digest."""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +50,8 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     size_bytes: int
+    missing_code: list[str] = []
+    """Digests of code that is named but not stored, such as after a restore without it."""
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +69,7 @@ def backup(
     session: Session,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, readable by its owner only.")],
+    no_code: Annotated[bool, typer.Option("--no-code", help="Leave out uploaded code.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> ReadRequest[Written]:
     """Write everything that is deployed into a file.
@@ -64,10 +77,10 @@ def backup(
     Example:
       muster backup monday.muster
 
-    Contains applications, deployments, backends, endpoints with their traffic, revisions for rollback, and the HTTP
-    options, all at one moment while the stack runs. Not included: code and model files, the history, finished changes,
-    which hosts are drained, and passwords of the stack. The file may hold secrets that deployments were given in
-    runtime_env, init_args, init_kwargs or user_config: keep it safe.
+    Contains applications, deployments, backends, endpoints with their traffic, revisions for rollback, the HTTP
+    options, all at one moment while the stack runs, and the uploaded code that they name. Not included: code and model
+    files of the hosts, the history, finished changes, which hosts are drained, and passwords of the stack. The file may
+    hold secrets that deployments were given in runtime_env, init_args, init_kwargs, user_config or code: keep it safe.
     """
     path = session.directory / file
     if path.exists() and not force:
@@ -75,19 +88,72 @@ def backup(
 
     async def write(admin: AdminClient) -> Written:
         data = await admin.fetch_backup()
-        _write(path, data)
-        return Written(file=str(file), size_bytes=len(data))
+        missing: list[str] = []
+        with _new_file(path) as target:
+            digests = [] if no_code else sorted(named_code(data))
+            if digests:
+                with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+                    archive.writestr(_ENTRY, data)
+                    missing = [digest for digest in digests if not await _add_code(admin, digest, archive)]
+            else:
+                target.write(data)
+            size = target.tell()
+        return Written(file=str(file), size_bytes=size, missing_code=missing)
 
-    return ReadRequest(write, lambda done: print_line(f"{done.file} is written ({done.size_bytes} bytes)"))
+    return ReadRequest(write, _show_written)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _show_written(done: Written) -> None:
+    print_line(f"{done.file} is written ({done.size_bytes} bytes)")
+    if done.missing_code:
+        print_error(f"without code that is not stored any more: {', '.join(done.missing_code)}")
+
+
+def named_code(backup: bytes) -> set[str]:
+    """Digests of the uploaded code that a backup's file names: all that its versions and revisions name."""
+    found: set[str] = set()
+    pending: list[Any] = [msgspec.json.decode(line) for line in gzip.decompress(backup).splitlines()]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += [inner for name, inner in value.items() if name != "replica_config"]
+            if isinstance(value.get("replica_config"), dict):
+                found |= _read_uploads(value["replica_config"])
+        elif isinstance(value, list):
+            pending += value
+    return found
+
+
+def _read_uploads(config: dict[str, Any]) -> set[str]:
+    try:
+        return set(msgspec.convert(config, ReplicaConfig).uploads.values())
+    except msgspec.ValidationError as error:
+        raise PermanentError(
+            f"the controller is of another version ({error}); --no-code leaves code out"
+        ) from error
+
+
+async def _add_code(admin: AdminClient, digest: str, archive: zipfile.ZipFile) -> bool:
+    """Whether the code was there."""
+    try:
+        if not await admin.has_code(digest):
+            return False
+        with archive.open(f"{_CODE}{digest}", "w", force_zip64=True) as entry:
+            async for page in admin.fetch_code(digest):
+                entry.write(page)
+    except NotFound:
+        raise TransientError(f"the code {digest} was deleted meanwhile; try again") from None
+    return True
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
     """Write the whole file or none of it."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             Path(name).replace(path)
@@ -137,7 +203,9 @@ def restore(
     ):
         wait_s = 0.0 if no_wait else timeout_s
         restored = session.run(
-            address, "restore", lambda stack, progress: _send(stack.admin, data, wait_s, progress)
+            address,
+            "restore",
+            lambda stack, progress: _send(stack.admin, session.directory / file, data, wait_s, progress),
         )
         _show(restored, file, as_json=as_json, is_waiting=not no_wait)
 
@@ -155,16 +223,35 @@ def _show_dry_run(checked: RestoreReply, file: Path, *, as_json: bool) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive, archive.open(_ENTRY) as entry:
+                data = entry.read(FILE_BYTES_MAX + 1)
+        else:
+            with path.open("rb") as file:
+                data = file.read(FILE_BYTES_MAX + 1)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise BadField("FILE", f"cannot be read: {error}") from error
     if len(data) > FILE_BYTES_MAX:
         raise BadField("FILE", f"is larger than {FILE_BYTES_MAX} bytes: no backup of Muster's")
     return data
 
 
-async def _send(admin: AdminClient, data: bytes, wait_s: float, progress: Progress) -> Restored:
+async def _upload_code(admin: AdminClient, path: Path, progress: Progress) -> None:
+    """Upload the code in a backup that the stack lacks: a deployment must not wait for it."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            digest = entry.filename.removeprefix(_CODE)
+            if entry.filename == _ENTRY or await admin.has_code(check_digest(digest, "FILE")):
+                continue
+            check_code_size(entry.file_size, f"FILE: {digest}")
+            progress.show(f"uploading the code {digest[:12]}")
+            await admin.upload_code(digest, archive.read(entry))
+
+
+async def _send(admin: AdminClient, path: Path, data: bytes, wait_s: float, progress: Progress) -> Restored:
+    await _upload_code(admin, path, progress)
     reply = await admin.send_backup(data, confirm=True)
     failed: dict[GoalId, str] = {}
     pending: list[GoalId] = []

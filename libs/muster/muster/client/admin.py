@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import hashlib
 import os
 import socket
 import uuid
@@ -22,7 +23,14 @@ from muster.client.requests import (
     ignore,
     parse_error,
 )
-from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, Command, Request, Restore, RestoreReply
+from serve_common.api.commands import (
+    BACKUP_PAGE_BYTES_MAX,
+    Command,
+    Request,
+    Restore,
+    RestoreReply,
+    UploadCode,
+)
 from serve_common.api.queries import (
     PRINCIPAL_HEADER,
     PRINCIPAL_LENGTH_MAX,
@@ -34,6 +42,7 @@ from serve_common.api.queries import (
 )
 from serve_common.api.views import GoalStatus, GoalView, StatusView
 from serve_common.errors import (
+    BadField,
     DeadlineExceeded,
     FencedOut,
     LimitReached,
@@ -43,6 +52,7 @@ from serve_common.errors import (
 )
 from serve_common.names import EndpointTag, GoalId, deployment_tag
 from serve_common.nats.protocol import Greeting
+from serve_common.protocol.code import compare_digests, split
 from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects
 from serve_common.telemetry.trace_context import headers_from_environment
 
@@ -50,6 +60,8 @@ ATTEMPT_S: Final = 5.0
 """Seconds that one attempt waits for its reply; a reply lost with its controller costs this much."""
 RESTORE_ATTEMPT_S: Final = 30.0
 """Seconds per attempt of a restore: the whole file is checked with its last page."""
+UPLOAD_ATTEMPT_S: Final = 30.0
+"""Seconds per attempt of a page of code."""
 WAIT_SLICE_S: Final = 1.0
 """Seconds per `WaitForGoal` query, so that progress is shown about once a second."""
 SLICE_SLACK_S: Final = 2.0
@@ -217,6 +229,34 @@ class AdminClient:
             page = await self.call(GetBackup(backup_id=first.backup_id, page=number))
             pages.append(page.data)
         return b"".join(pages)
+
+    async def fetch_code(self, digest: str) -> AsyncIterator[bytes]:
+        """The pages of uploaded code. Raises `NotFound` before the first, and `CodeCorrupt` after the last."""
+        found, page, pages = hashlib.sha256(), 0, 1
+        while page < pages:
+            view = await self.call(GetBackup(code=digest, page=page))
+            found.update(view.data)
+            yield view.data
+            page, pages = page + 1, view.pages
+        compare_digests(found.hexdigest(), digest)
+
+    async def has_code(self, digest: str) -> bool:
+        """Whether code is stored, and so can be deployed for the next hour."""
+        return (await self.call(UploadCode(digest=digest))).is_stored
+
+    async def upload_code(self, digest: str, code: bytes) -> None:
+        """Upload code unless it is stored."""
+        pages = split(code)
+        while not await self.has_code(digest):
+            try:
+                for number, data in enumerate(pages):
+                    page = UploadCode(digest=digest, page=number, pages=len(pages), data=data)
+                    if (await self.call(page, attempt_s=UPLOAD_ATTEMPT_S)).is_stored:
+                        return
+            except BadField as error:
+                if error.field != "page":
+                    raise
+                self._on_retry("the leader changed during an upload, which starts over")
 
     async def send_backup(self, data: bytes, *, confirm: bool) -> RestoreReply:
         """Restore from a backup's file; without ``confirm`` it is only checked.

@@ -23,18 +23,16 @@ from muster.sdk.client import close_client, find_address, get_client, is_connect
 from muster.sdk.deployments import Application, check_targets
 from muster.sdk.local import run_locally
 from muster.sdk.translate import deploy_command, view_status
-from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown, UploadCode
+from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
-from serve_common.errors import BadField, BusUnavailable, NotFound, PermanentError, ServeError
+from serve_common.errors import BusUnavailable, NotFound, PermanentError, ServeError
 from serve_common.names import DEFAULT_APPLICATION, GoalId, check_name, check_route
-from serve_common.protocol.code import split
 
 _log: Final = logging.getLogger("ray.serve")
 
 DEPLOY_TIMEOUT_S: Final = 24 * 3600.0
 """Seconds that `run` waits for an application; its own limits (failed starts, time to start) end it long before."""
-UPLOAD_ATTEMPT_S: Final = 30.0
 START_SLACK_S: Final = 60.0
 """Seconds that an application that was deployed before may need to serve, beyond the time to start of its replicas."""
 _STATUS_PAUSE_S: Final = 0.1
@@ -165,23 +163,9 @@ def _run_many(
 async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> ChangeReply:
     uploads = app.archives | {deployment.digest: deployment.code for deployment in app.deployments}
     for digest, data in uploads.items():
-        await _upload(stack, digest, data)
+        await stack.admin.upload_code(digest, data)
     command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
     return await stack.admin.call(command)
-
-
-async def _upload(stack: Stack, digest: str, code: bytes) -> None:
-    pages = split(code)
-    while not (await stack.admin.call(UploadCode(digest=digest))).is_stored:
-        try:
-            for number, data in enumerate(pages):
-                page = UploadCode(digest=digest, page=number, pages=len(pages), data=data)
-                if (await stack.admin.call(page, attempt_s=UPLOAD_ATTEMPT_S)).is_stored:
-                    return
-        except BadField as error:
-            if error.field != "page":
-                raise
-            _log.info("the leader changed during an upload, which starts over")
 
 
 async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:

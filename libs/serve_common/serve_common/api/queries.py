@@ -166,7 +166,7 @@ class GetRevisions(Query[list[v.RevisionView]], frozen=True, kw_only=True):
 
 
 class GetBackup(Query[v.BackupPage], frozen=True, kw_only=True):
-    """Get a page of a backup's file: everything that is deployed at one moment."""
+    """Get a page of a backup's file: everything that is deployed at one moment. Uploaded code is fetched apart."""
 
     verb = "get_backup"
     backup_id: str = ""
@@ -174,6 +174,8 @@ class GetBackup(Query[v.BackupPage], frozen=True, kw_only=True):
     on a change of leader: then the reply is `not_found`, and the client starts over."""
     page: int = 0
     """Number of the page, from 0."""
+    code: str = ""
+    """Digest of uploaded code that the file names: the page is one of that code. Empty for the file itself."""
 
 
 WAIT_TIMEOUT_S_MAX = 30.0

@@ -227,6 +227,10 @@ class AdminApi:
             return await self._restore(term, request, sanitize_principal(principal))
         if isinstance(request, c.UploadCode):
             return await self._upload(term, request, sanitize_principal(principal))
+        if isinstance(request, q.GetBackup) and request.code:
+            data, pages = await self._stored_code().read(request.code, request.page)
+            view = BackupPage(backup_id=request.backup_id, page=request.page, pages=pages, data=data)
+            return msgspec.json.encode(view)
         if isinstance(request, q.GetBackup):
             return msgspec.json.encode(await self._transfers.page(term, request))
         if isinstance(request, Command):

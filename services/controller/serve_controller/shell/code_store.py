@@ -17,7 +17,7 @@ import structlog
 
 from serve_common.api.commands import Command, UploadCode
 from serve_common.config.backend import ReplicaConfig
-from serve_common.errors import BadField, LimitReached, ServeError, TransientError
+from serve_common.errors import BadField, LimitReached, NotFound, ServeError, TransientError
 from serve_common.protocol.code import CODE_BYTES_MAX, PAGE_BYTES_MAX
 from serve_common.values import check_digest
 from serve_controller.core.checkpoint import Checkpoint
@@ -104,6 +104,16 @@ class CodeStore:
             del self._uploads[next(iter(self._uploads))]
         upload = self._uploads[digest] = _Upload(command.pages)
         return upload
+
+    async def read(self, digest: str, page: int) -> tuple[bytes, int]:
+        """A page of stored code, and the number of its pages. Raises `NotFound`, `BadField`, and `StoreUnavailable`."""
+        pages = await self._rows.code_pages(check_digest(digest, "code"))
+        if pages and not 0 <= page < pages:
+            raise BadField("page", f"must be 0 to {pages - 1}")
+        data = await self._rows.read_code_page(digest, page) if pages else None
+        if data is None:
+            raise NotFound(f"code: {digest} is not stored")
+        return data, pages
 
     async def prepare(self, command: Command[Any]) -> None:
         """Make the code that a command names available to hosts. Raises `BadField` when it was not uploaded."""

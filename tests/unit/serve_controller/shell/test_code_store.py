@@ -10,7 +10,7 @@ import pytest
 
 from serve_common.api.commands import CreateBackend, Deploy, DeployApplication, DeploymentSpec, UploadCode
 from serve_common.config.backend import ReplicaConfig
-from serve_common.errors import BadField, BusUnavailable, LimitReached
+from serve_common.errors import BadField, BusUnavailable, LimitReached, NotFound
 from serve_common.protocol.code import PAGE_BYTES_MAX, digest_code, split
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.shell.code_store import UPLOADS_MAX, CodeStore
@@ -113,6 +113,17 @@ async def test_code_is_complete_with_its_last_page_and_known_from_then_on(
     assert b"".join(rows.pages[DIGEST, number] for number in range(3)) == CODE
     assert await store.take(UploadCode(digest=DIGEST))
     assert await store.take(page(0))
+
+
+async def test_stored_code_is_read_page_by_page(store: CodeStore) -> None:
+    for number in range(2):
+        await store.take(page(number))
+    with pytest.raises(NotFound, match=DIGEST):
+        await store.read(DIGEST, 0)
+    await store.take(page(2))
+    assert [await store.read(DIGEST, number) for number in range(3)] == [(data, 3) for data in PAGES]
+    with pytest.raises(BadField, match="0 to 2"):
+        await store.read(DIGEST, 3)
 
 
 async def test_retries_and_a_second_upload_of_the_same_code_do_no_harm(store: CodeStore, rows: Rows) -> None:
