@@ -144,8 +144,9 @@ async def test_a_backup_has_the_code_and_brings_it_back_on_an_empty_stack(
 
     def muster(state_dir: str, *arguments: str) -> str:
         result = subprocess.run(
-            [sys.executable, "-m", "muster.cli.main", *arguments, "--state-dir", state_dir],
+            [sys.executable, "-m", "muster.cli.main", *arguments],
             cwd=tmp_path,
+            env={**os.environ, "MUSTER_STATE_DIR": state_dir},
             capture_output=True,
             text=True,
             timeout=240,

@@ -816,7 +816,8 @@ def test_delete_all_asks_first(muster: Muster, controller: Any) -> None:
 def test_every_field_of_a_configuration_has_its_option(muster: Muster, controller: Any) -> None:
     assert [each.name for each in BACKEND_OPTIONS] == [each.name for each in BACKEND_CHANGES]
     assert {each.name for each in BACKEND_OPTIONS} == set(BackendConfig.__struct_fields__)
-    code = {*ReplicaConfig.__struct_fields__, "num_cpus", "num_gpus"} - {"import_path", "code"}
+    uploaded = {"code", "working_dir", "py_modules"}
+    code = {*ReplicaConfig.__struct_fields__, "num_cpus", "num_gpus"} - {"import_path"} - uploaded
     assert {each.name for each in CODE_OPTIONS} == code
     assert [each.name for each in ENDPOINT_OPTIONS] == [each.name for each in ENDPOINT_CHANGES]
     assert {each.name for each in ENDPOINT_OPTIONS} == set(EndpointOptions.__struct_fields__)
