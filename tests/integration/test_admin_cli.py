@@ -129,6 +129,10 @@ async def test_applications(muster: Muster) -> None:
         check["part"]: check["outcome"] for check in json.loads((await muster.run("doctor", "--json")).stdout)
     }
     assert [checks[part] for part in ("nats", "controller", "postgres", "hosts", "versions")] == ["ok"] * 5
+    file.write_text(json.dumps({"name": "shop", "ingress": "front", "deployments": deployments[:1]}))
+    assert (await muster.ok("app", "deploy", "-f", "shop.yaml"))["result"] == "succeeded"
+    assert len(await muster.ok("app", "history", "shop")) == 2
+    assert (await muster.ok("app", "rollback", "shop"))["result"] == "succeeded"
     (shop,) = await muster.ok("app", "list")
     assert shop["deployments"] == ["shop/front", "shop/model"]
     assert (await muster.ok("app", "delete", "shop"))["result"] == "succeeded"

@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from muster.cli import parsing
+from muster.cli.app_history import history, rollback
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.completion import complete_application
 from muster.cli.help import Commands
@@ -108,7 +109,7 @@ def _get_field(text: str) -> BadField:
     return BadField(at, f"must be {_TYPE_NAMES.get(wanted, wanted)}, not {got}{quotes}")
 
 
-app = Commands(help="Deploy several deployments as one application: deploy, delete, list.")
+app = Commands(help="Deploy several deployments as one application: deploy, delete, list, history, rollback.")
 
 
 @change_command(timeout_s=600.0)
@@ -211,3 +212,5 @@ def _show_applications(views: Sequence[ApplicationView]) -> None:
 app.command("deploy")(deploy)
 app.command("delete")(delete)
 app.command("list")(list_)
+app.command("history")(history)
+app.command("rollback")(rollback)
