@@ -128,12 +128,17 @@ class World:
         route: str | None = None,
         replicas: int = 1,
         can_wake: bool = False,
+        is_ingress: bool = False,
     ) -> None:
         snapshots: dict[str, Snapshot | None] = {}
         for name in names:
             endpoint_tag, backend_tag = EndpointTag(name), BackendTag(name)
             endpoint = EndpointSnapshot(
-                endpoint_tag=endpoint_tag, route=route, methods=["POST"], traffic={backend_tag: 1.0}
+                endpoint_tag=endpoint_tag,
+                route=route,
+                methods=["POST"],
+                traffic={backend_tag: 1.0},
+                is_ingress=is_ingress,
             )
             backend = BackendSnapshot(
                 backend_tag=backend_tag,

@@ -312,7 +312,7 @@ def get_deployment_handle(
 
 
 def get_app_handle(name: str) -> DeploymentHandle:
-    """Return a handle for the ingress of an application: its only deployment, or the one that has a route.
+    """Return a handle for the ingress of an application.
 
     The ingress is resolved for each call. Waits for the routing state, at most 10 s. Raises `NotFound` for an unknown
     application, `BadField` for an invalid name, and `BusUnavailable` when NATS does not answer.

@@ -201,6 +201,7 @@ class HandleRouter:
         if ingress is None:
             own = [endpoint for tag, endpoint in self._routes.endpoints.items() if tag.startswith(name)]
             found = own if len(own) == 1 else [endpoint for endpoint in own if endpoint.route]
+            found = found or [endpoint for endpoint in own if endpoint.is_ingress]
             if len(found) > 1:
                 raise NotFound(
                     f"application {name[:-1]!r} has {len(found)} deployments with a route; name one of them"

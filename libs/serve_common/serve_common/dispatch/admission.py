@@ -92,6 +92,7 @@ class Endpoint:
     __slots__ = (
         "allow",
         "backend_tags",
+        "is_ingress",
         "methods",
         "options",
         "route",
@@ -113,6 +114,7 @@ class Endpoint:
             (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
         )
         self.options = snapshot.options
+        self.is_ingress = snapshot.is_ingress
         self.stats = stats
 
     def select_backend(self, value: bytes) -> BackendTag | None:

@@ -39,6 +39,8 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     shadows: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)] = {}
     """Proportion of requests, 0 to 1, that is copied to each of these backends; their responses are dropped."""
     options: EndpointOptions = EndpointOptions()
+    is_ingress: bool = False
+    """Whether it is the ingress of its application; handles find one without a route by it."""
 
 
 class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

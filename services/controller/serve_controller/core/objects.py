@@ -120,6 +120,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     traffic: dict[BackendTag, float]
     shadows: dict[BackendTag, float] = {}
     options: EndpointOptions = EndpointOptions()
+    is_ingress: bool = False
+    """Whether it is the ingress of its application, by which handles find one that has no route."""
 
     def backend_tags(self) -> set[BackendTag]:
         """Every backend that the endpoint sends or copies requests to."""

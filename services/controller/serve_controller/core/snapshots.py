@@ -131,6 +131,7 @@ def derive_endpoint(endpoint: EndpointRecord) -> EndpointSnapshot:
         traffic=endpoint.target.traffic,
         shadows=endpoint.target.shadows,
         options=_OPTIONS if endpoint.target.options == _OPTIONS else endpoint.target.options,
+        is_ingress=endpoint.target.is_ingress,
     )
 
 

@@ -330,6 +330,13 @@ async def test_an_application_is_called_at_the_deployment_with_a_route(world: Wo
     world.deploy("shop/second", route="/2")
     with pytest.raises(NotFound, match="2 deployments with a route"):
         await call(shop)
+    world.deploy("bank/vault", "bank/other")
+    with pytest.raises(NotFound, match="Application 'bank' does not exist"):
+        await asyncio.to_thread(get_app_handle, "bank")
+    world.deploy("bank/front", is_ingress=True, whole=False)
+    _ = call(await asyncio.to_thread(get_app_handle, "bank"))
+    assert (await world.sent()).subject == "serve.replica.bank.front.0"
+    world.deploy("default/a")
     _ = call(await asyncio.to_thread(get_app_handle, "default"))
     assert (await world.sent()).subject == "serve.replica.default.a.0"
 

@@ -68,6 +68,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
             methods=methods,
             traffic={tag: 1.0},
             options=options[tag],
+            is_ingress=tag == ingress,
         )
         for tag in parts
     }

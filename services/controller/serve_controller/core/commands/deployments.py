@@ -59,11 +59,13 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     )
     check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
+    former = checkpoint.endpoints.get(EndpointTag(tag))
     config = EndpointConfig(
         route=None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix"),
         methods=check_methods(command.methods),
         traffic={tag: 1.0},
         options=check_endpoint_options(command.endpoint_options, "endpoint_options"),
+        is_ingress=former is not None and former.target.is_ingress,
     )
     again = retried(checkpoint, command.request_id, tag, backend_key(tag))
     if again is not None:

@@ -67,6 +67,26 @@ def test_an_application_is_its_deployments_and_one_route_to_its_ingress() -> Non
     check_converged(loop)
 
 
+def ingresses(loop: Loop) -> set[str]:
+    """The endpoints that routers know as ingresses."""
+    snapshots = [record.snapshot.content for record in loop.checkpoint.snapshots.values()]
+    return {each.endpoint_tag for each in snapshots if isinstance(each, EndpointSnapshot) and each.is_ingress}
+
+
+def test_routers_know_the_ingress_of_an_application_that_has_no_route() -> None:
+    loop = loop_of()
+    loop.done(application(spec("front"), spec("model")))
+    assert ingresses(loop) == {"app/front"}
+    loop.done(deploy("app/front", version="v2"))
+    loop.done(deploy("app/model", version="v2"))
+    assert ingresses(loop) == {"app/front"}
+    loop.done(application(spec("front"), spec("model"), ingress="model"))
+    assert ingresses(loop) == {"app/model"}
+    loop.done(deploy("alone"))
+    assert ingresses(loop) == {"app/model"}
+    check_converged(loop)
+
+
 def test_an_application_has_one_goal_that_ends_when_all_of_it_runs() -> None:
     loop = loop_of(cpus=1)
     goal_id = loop.ask(application(spec("front"), spec("model"))).goal_id
