@@ -149,7 +149,12 @@ def deploy(
     endpoint_options, shard_key_header, backend_header and relative_slo_ms; under backend_config, all others.
     'methods' stands beside route_prefix.
     """
-    request, notes = read_application(file, session.directory)
+    return build_app_change(file, session.directory)
+
+
+def build_app_change(file: str, directory: Path) -> ChangeRequest:
+    """The change that a file describes. Raises `BadField`."""
+    request, notes = read_application(file, directory)
     for note in notes:
         print_error(note)
     return ChangeRequest(

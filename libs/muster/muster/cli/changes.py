@@ -35,7 +35,7 @@ from muster.cli.queries import (
     parameter,
     pop_stack_choice,
 )
-from muster.cli.session import ExitCode, get_session
+from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from muster.client.admin import AdminClient
 from serve_common.api.commands import (
     ChangeReply,
@@ -374,12 +374,26 @@ DRY_RUN = "dry_run"
 """Parameter of every command that has a plan: those that change what is deployed."""
 
 
+class ChangeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that all commands that change something have."""
+
+    timeout_s: float
+    no_wait: bool
+    dry_run: bool
+    as_json: bool
+
+
+ChangeRun = Callable[[Session, StackChoice, ChangeOptions], None]
+"""Does and reports a change that takes several commands."""
+
+
 def change_command(
     *, timeout_s: float = 120.0, options: Sequence[inspect.Parameter] = ()
-) -> Callable[[Callable[..., ChangeRequest]], Callable[..., None]]:
+) -> Callable[[Callable[..., ChangeRequest | ChangeRun]], Callable[..., None]]:
     """Turn a function from ``([session], *, arguments)`` to `ChangeRequest` into a command.
 
-    The function only says what the change is; sending, waiting, report and dry run are the same for all.
+    The function only says what the change is; sending, waiting, report and dry run are the same for all. Where one
+    command is not enough, it returns a `ChangeRun`.
 
     ``options`` are added to its own parameters; those set on the command line are passed as the keyword argument
     ``overrides``, by name.
@@ -393,7 +407,7 @@ def change_command(
         *STACK_OPTIONS,
     )
 
-    def make(build: Callable[..., ChangeRequest]) -> Callable[..., None]:
+    def make(build: Callable[..., ChangeRequest | ChangeRun]) -> Callable[..., None]:
         def run(context: typer.Context, values: dict[str, Any]) -> None:
             session = get_session(context)
             as_json, wait_s = values.pop("as_json"), values.pop("timeout_s")
@@ -404,6 +418,16 @@ def change_command(
                 values["overrides"] = {name: value for name, value in parsed.items() if value is not None}
             with session.reporting(as_json=as_json):
                 change = call_builder(build, session, values)
+            if not isinstance(change, ChangeRequest):
+                shared_options = ChangeOptions(
+                    timeout_s=wait_s, no_wait=no_wait, dry_run=dry_run, as_json=as_json
+                )
+                with session.reporting(
+                    as_json=as_json, interrupted="stopped waiting; changes that were sent go on"
+                ):
+                    change(session, choice, shared_options)
+                return
+            with session.reporting(as_json=as_json):
                 address = session.find_stack(choice)
                 if dry_run:
                     query = Plan.for_command(change.command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from muster.cli.changes import (
     EXIT_CODES,
     RESULT_BY_STATUS,
     ChangeRequest,
+    ChangeRun,
     change_command,
     show_progress,
 )
@@ -35,6 +37,13 @@ from muster.cli.queries import (
     get_option_name,
     stack_command,
 )
+from muster.cli.serve_options import (
+    FILE_SUFFIXES,
+    RuntimeEnvJsonOption,
+    RuntimeEnvOption,
+    ServeOptions,
+    WorkingDirOption,
+)
 from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
 from serve_common.api.views import GoalStatus, GoalView
@@ -48,13 +57,24 @@ from serve_common.values import check_between
 def deploy(
     session: Session,
     *,
-    import_path: Annotated[
-        str, typer.Argument(metavar="IMPORT_PATH", help="Class or function to serve, as module:attribute.")
-    ],
-    name: Annotated[
+    target: Annotated[
         str,
-        typer.Option("--name", metavar="NAME", help="Name of the deployment, or APP/NAME instead of --app."),
+        typer.Argument(
+            metavar="IMPORT_PATH|FILE",
+            help="Class or function to serve, as module:attribute, with --name; without --name, an application of "
+            "muster.deployment's, or a file of applications (.yaml, .yml, .json).",
+        ),
     ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE...", help="Arguments of a function that builds an application; without --name."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Name of the deployment, or APP/NAME instead of --app."),
+    ] = None,
     app: Annotated[
         str | None,
         typer.Option(
@@ -68,7 +88,8 @@ def deploy(
         typer.Option(
             "--route-prefix",
             metavar="PATH",
-            help="HTTP path prefix, such as /digits. Default: none; it is called over NATS only.",
+            help="HTTP path prefix, such as /digits. Default: none; it is called over NATS only. Of an application "
+            "without --name: /.",
         ),
     ] = None,
     methods: Annotated[
@@ -91,9 +112,12 @@ def deploy(
             "--prev-version", metavar="VERSION", help="Refuse the deploy unless this version is deployed now."
         ),
     ] = None,
+    runtime_env: RuntimeEnvOption = None,
+    runtime_env_json: RuntimeEnvJsonOption = None,
+    working_dir: WorkingDirOption = None,
     overrides: Mapping[str, Any],
-) -> ChangeRequest:
-    """Create or update a deployment, and wait until it serves.
+) -> ChangeRequest | ChangeRun:
+    """Create or update a deployment, or the applications of a file, and wait until they serve.
 
     Examples:
       muster deploy digits:Digits --name digits --route-prefix /digits \\
@@ -103,14 +127,53 @@ def deploy(
         --app-dir examples/digits --num-replicas 3 --version v2 \\
         --user-config '{"threshold": 0.9}'
 
+      muster deploy shop.yaml
+
+      muster deploy shop:app
+
+    A file is one of Ray Serve's (ServeDeploySchema, with 'applications'), which 'muster build' writes: all its
+    applications are deployed, and those of earlier such files that it leaves out are deleted. Or it is one of
+    'muster app deploy'. Without --name, an import path names what bind() returned, or a function that builds that. Such
+    code is imported here and sent to the hosts; code of a single deployment (--name) is imported by the hosts.
+
     A deploy is complete: options that are left out get their defaults again, and all requests go to this deployment
     again. To change one setting only, use 'muster update'. When no replica of the new version starts, the previous
     version keeps serving.
     """
+    of_application = ServeOptions(
+        runtime_env=runtime_env,
+        runtime_env_json=runtime_env_json,
+        working_dir=working_dir,
+        route_prefix=route_prefix,
+    )
+    is_file = (session.directory / target).is_file() or Path(target).suffix in FILE_SUFFIXES
+    if is_file or name is None:
+        for option_name, value in {
+            "app": app,
+            "methods": methods,
+            "version": version,
+            "prev_version": prev_version,
+            **overrides,
+        }.items():
+            if value is not None and option_name != "app_dir":
+                raise BadField(get_option_name(option_name), "is for a single deployment, which --name names")
+        # Only here: these import Pydantic and what pickles code.
+        from muster.cli.serve_deploy import build_file_change, build_import_change  # noqa: PLC0415 - as above
+
+        app_dir = overrides.get("app_dir")
+        if is_file:
+            ignored = of_application.ignored_with_file(name, arguments or ())
+            return build_file_change(session, target, app_dir=app_dir, ignored=ignored)
+        return build_import_change(session, target, arguments or [], of_application, app_dir)
+    if arguments or of_application.has_environment:
+        raise BadField(
+            "KEY=VALUE",
+            "and --runtime-env, --working-dir are for applications, which are deployed without --name",
+        )
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(
         name=tag,
-        replica_config=build_replica_config(import_path, overrides, session.directory),
+        replica_config=build_replica_config(target, overrides, session.directory),
         backend_config=build_backend_config(overrides, session.directory),
         route_prefix=None if route_prefix is None else check_route(route_prefix, "--route-prefix"),
         endpoint_options=build_endpoint_options(overrides),

@@ -332,11 +332,22 @@ def mask_secrets(code: ReplicaConfig) -> ReplicaConfig:
     variables = options.runtime_env.get("env_vars")
     if not isinstance(variables, dict):
         return code
-    masked = {name: mask_variable(name, value) for name, value in variables.items()}
-    runtime_env = {**options.runtime_env, "env_vars": masked}
+    runtime_env = mask_config(options.runtime_env)
     return msgspec.structs.replace(
         code, ray_actor_options=msgspec.structs.replace(options, runtime_env=runtime_env)
     )
+
+
+def mask_config(value: Any) -> Any:
+    """A configuration without such values of environment variables, wherever it has ``env_vars``."""
+    if isinstance(value, list):
+        return [mask_config(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    masked = {name: mask_config(inner) for name, inner in value.items()}
+    if isinstance(variables := value.get("env_vars"), dict):
+        masked["env_vars"] = {name: mask_variable(name, text) for name, text in variables.items()}
+    return masked
 
 
 def format_methods(methods: Sequence[str]) -> str:

@@ -13,11 +13,11 @@ import typer
 
 from muster.cli.completion import complete_context, complete_deployment
 from muster.cli.help import COMMON, WHICH_STACK
-from muster.cli.output import Progress, mask_secrets, print_json
+from muster.cli.output import Progress, mask_config, mask_secrets, print_json
 from muster.cli.session import Result, Session, StackChoice, get_session
 from muster.client.admin import AdminClient, Stack
 from serve_common.api.queries import Query
-from serve_common.api.views import BackendConfigView, BackendView, DeploymentView, StatusView
+from serve_common.api.views import ApplicationView, BackendConfigView, BackendView, DeploymentView, StatusView
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.", rich_help_panel=COMMON)]
 NatsOption = Annotated[
@@ -223,6 +223,8 @@ def _masked(reply: Any) -> Any:
         return msgspec.structs.replace(reply, deployments=_masked(reply.deployments))
     if isinstance(reply, DeploymentView | BackendView | BackendConfigView):
         return msgspec.structs.replace(reply, replica_config=mask_secrets(reply.replica_config))
+    if isinstance(reply, ApplicationView):
+        return msgspec.structs.replace(reply, app_config=mask_config(reply.app_config))
     return reply
 
 

@@ -27,7 +27,7 @@ from muster.client.requests import (
     listen_to_stack,
     parse_urls,
 )
-from muster.embedded.options import DEFAULT_STATE_DIR
+from muster.embedded.options import DEFAULT_STATE_DIR, RUN_STATE_DIR
 from muster.embedded.run_record import RunRecord, describe_full_disk, running_stack
 from muster.secrets import Secrets
 from serve_common.api.views import ErrorView
@@ -231,11 +231,12 @@ def _hosts(urls: tuple[str, ...]) -> set[str]:
 
 
 def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord | None:
-    """The stack that `muster up` runs from ``directory`` or a parent; None when there is none."""
+    """The stack that `muster up` or `muster run` runs from ``directory`` or a parent; None when there is none."""
     named = Environment(variables).optional("MUSTER_STATE_DIR")
-    places = (
+    bases = (
         [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _with_parents(directory)]
     )
+    places = [place for base in bases for place in (base, base / RUN_STATE_DIR.name)]
     return next(filter(None, map(running_stack, places)), None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +32,7 @@ from muster.cli.output import (
     table,
 )
 from muster.cli.queries import NAME_HELP, DeploymentName, ReadRequest, ShowEnvOption, query_command
+from muster.cli.serve import read_serve_status
 from muster.cli.session import Session
 from muster.client.admin import AdminClient
 from serve_common.api.commands import DrainHost, PauseAutoscaling, ResumeAutoscaling, UndrainHost
@@ -49,6 +51,7 @@ from serve_common.api.views import (
     ProxyView,
     StatusView,
 )
+from serve_common.errors import BadField
 from serve_common.names import check_name, deployment_tag
 
 autoscaling_app = Commands(help="Show and pause the autoscaling of deployments: list, pause, resume.")
@@ -295,6 +298,13 @@ def info(*, name: DeploymentName, show_env: ShowEnvOption = False) -> ReadReques
     return ReadRequest(query, show_everything, shows_secrets=show_env)
 
 
+class StatusFormat(Enum):
+    """How `muster status` prints."""
+
+    TABLE = "table"
+    RAY = "ray"
+
+
 @query_command
 def status(
     session: Session,
@@ -308,15 +318,34 @@ def status(
         ),
     ] = None,
     show_env: ShowEnvOption = False,
+    app: Annotated[
+        str | None,
+        typer.Option(
+            "--name", "-n", metavar="APP", help="Show this application, in Ray Serve's form. Default: all."
+        ),
+    ] = None,
+    form: Annotated[
+        StatusFormat | None,
+        typer.Option(
+            "--format", metavar="FORMAT", help="'table', or 'ray' for the YAML of Ray Serve's status."
+        ),
+    ] = None,
 ) -> ReadRequest[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
 
     Examples:
       muster status
       muster status digits --json
+      muster status --name default --format ray
 
     'muster info' and 'muster events' show more about one deployment.
     """
+    if app is not None or form is StatusFormat.RAY:
+        if name is not None:
+            raise BadField(
+                "NAME", "is a deployment, and has no status in Ray Serve's form; --name names an application"
+            )
+        return read_serve_status(app)
     if name is not None:
         query = GetDeploymentInfo(name=deployment_tag(name))
         return ReadRequest(query, show_deployment, shows_secrets=show_env)

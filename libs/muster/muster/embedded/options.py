@@ -35,6 +35,8 @@ class StartFailed(StackFailed):
 
 
 DEFAULT_STATE_DIR: Final = Path(".muster")
+RUN_STATE_DIR: Final = DEFAULT_STATE_DIR / "run"
+"""State of a stack that `muster run` starts for itself; it lasts as long as that."""
 CHECKOUT: Final = Path(__file__).resolve().parents[4]
 """The source tree that this file belongs to; its deploy/ holds the configuration that compose uses too."""
 

@@ -134,9 +134,16 @@ def _handle_for_any(value: Any) -> Any:
     return DeploymentHandle("any", "any") if isinstance(value, Application) else value
 
 
-def build_app(app: Application, *, name: str, route_prefix: str | None) -> BuiltApplication:
+def build_app(
+    app: Application,
+    *,
+    name: str,
+    route_prefix: str | None,
+    configure: Callable[[str, Deployment], Deployment] = lambda _name, deployment: deployment,
+) -> BuiltApplication:
     """Build ``app`` under ``name``.
 
+    ``configure`` returns each deployment, which it gets with its final name, with the options that it is to have.
     Raises `CodeUnpicklable`, `LimitReached` for code or files that are too large, and `BadField` for files that cannot
     be read.
     """
@@ -148,7 +155,7 @@ def build_app(app: Application, *, name: str, route_prefix: str | None) -> Built
 
     deployments = []
     for deployment_name, each, _ in builder.order:
-        bound = each.bound_deployment
+        bound = configure(deployment_name, each.bound_deployment)
         code = dump_code(
             bound.func_or_class, bound.init_args, bound.init_kwargs, name=deployment_name, replace=replace
         )

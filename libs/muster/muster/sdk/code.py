@@ -12,7 +12,9 @@ import copyreg
 import hashlib
 import io
 import pickle
+import re
 import struct
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ from typing import Any, Final, final
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 from cloudpickle import cloudpickle as reducers
+from pydantic import BaseModel
 from starlette.datastructures import State
 
 from serve_common.errors import BadField
@@ -42,6 +45,10 @@ _Pickler: Any = pickle._Pickler  # noqa: SLF001 - the documented one is in C, an
 _Reducers: Any = cloudpickle.Pickler
 
 
+_CORE_REFERENCE: Final = re.compile(r"(?P<module>[\w.]+)\.(?P<name>[\w.<>]+):(?P<id>\d{6,})(?=\W|$)")
+"""How Pydantic's schemas name a class: with its address, which differs between processes."""
+
+
 @final
 class CodePickler(_Pickler):  # type: ignore[misc]  # as above
     """Pickles code canonically."""
@@ -56,6 +63,8 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.globals_ref: dict[int, dict[str, Any]] = {}
         self._replace = replace
+        self._addresses: dict[int, int] = {}
+        """Numbers of classes that Pydantic's schemas name, by their addresses."""
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
         reduced = _Reducers._dynamic_function_reduce(self, function)  # noqa: SLF001 - as above
@@ -88,6 +97,8 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
         return NotImplemented
 
     def _save_str(self, value: str) -> None:
+        if ":" in value and "." in value and _CORE_REFERENCE.match(value):
+            value = _CORE_REFERENCE.sub(self._number_class, value)
         encoded = value.encode("utf-8", "surrogatepass")
         length = len(encoded)
         if length <= 0xFF:
@@ -96,6 +107,14 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
             self._write_large_bytes(pickle.BINUNICODE8 + struct.pack("<Q", length), encoded)
         else:
             self._write_large_bytes(pickle.BINUNICODE + struct.pack("<I", length), encoded)
+
+    def _number_class(self, found: re.Match[str]) -> str:
+        """A reference with a number in the place of the address, if it is a class' address."""
+        address = int(found["id"])
+        if address not in self._addresses and not _is_class(found["module"], found["name"], address):
+            return found[0]
+        number = self._addresses.setdefault(address, len(self._addresses))
+        return f"{found['module']}.{found['name']}:{number}"
 
     def _save_bytes(self, value: bytes) -> None:
         length = len(value)
@@ -132,6 +151,24 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
 
     dispatch.update({str: _save_str, bytes: _save_bytes, tuple: _save_tuple})
     dispatch.update({set: _save_set, frozenset: _save_frozenset})
+
+
+def _is_class(module: str, name: str, address: int) -> bool:
+    """Whether a class of that name is at that address: an equal text of the user's stays as it is."""
+    parts = f"{module}.{name}".split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+        if found is not None and id(found) == address:
+            return True
+    remaining: list[type[Any]] = [BaseModel]
+    while remaining:
+        kind = remaining.pop()
+        if id(kind) == address:
+            return True
+        remaining += kind.__subclasses__()
+    return False
 
 
 _FRAME: Final = 64 * 1024

@@ -102,7 +102,7 @@ def run_many(
             raise ServeError("Application name must a non-empty string.")
         check_name(each.name, "name")
         if each.route_prefix is not None:
-            _check_route_prefix(each.route_prefix)
+            check_route_prefix(each.route_prefix)
     if _local_testing_mode or os.environ.get("RAY_SERVE_FORCE_LOCAL_TESTING_MODE") == "1":
         return [run_locally(each.target, each.name) for each in targets]
     apps = [build_app(each.target, name=each.name, route_prefix=each.route_prefix) for each in targets]
@@ -161,11 +161,16 @@ def _run_many(
 
 
 async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> ChangeReply:
+    command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
+    await upload_application(stack, app)
+    return await stack.admin.call(command)
+
+
+async def upload_application(stack: Stack, app: BuiltApplication) -> None:
+    """Upload code and files of an application, as far as they are not stored yet."""
     uploads = app.archives | {deployment.digest: deployment.code for deployment in app.deployments}
     for digest, data in uploads.items():
         await stack.admin.upload_code(digest, data)
-    command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
-    return await stack.admin.call(command)
 
 
 async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:
@@ -336,7 +341,8 @@ def _finds_stack() -> bool:
     return True
 
 
-def _check_route_prefix(route_prefix: str) -> None:
+def check_route_prefix(route_prefix: str) -> None:
+    """Raise ValueError, or `BadField`, for what is no path prefix."""
     if not route_prefix.startswith("/"):
         raise ValueError(f"Invalid route_prefix '{route_prefix}', must start with a forward slash ('/').")
     if route_prefix != "/" and route_prefix.endswith("/"):

@@ -44,9 +44,16 @@ _RETRIES_PER_REPLICA: Final = 3
 
 
 def deploy_command(
-    app: BuiltApplication, logging_config: dict[str, Any] | LoggingConfig | None, *, external_scaler: bool
+    app: BuiltApplication,
+    logging_config: dict[str, Any] | LoggingConfig | None,
+    *,
+    external_scaler: bool,
+    app_config: dict[str, Any] | None = None,
 ) -> DeployApplication:
-    """The command that deploys ``app``; its code must be uploaded before. Raises `BadField`."""
+    """The command that deploys ``app``; its code must be uploaded before. Raises `BadField`.
+
+    ``app_config`` is recorded: what a configuration file has for it.
+    """
     if logging_config is not None:
         _log.warning("%s: logging_config has no effect in Muster yet.", app.name)
     if external_scaler:
@@ -60,6 +67,7 @@ def deploy_command(
         deployments=[_deployment_spec(each) for each in app.deployments],
         ingress=app.ingress,
         route_prefix=app.route_prefix,
+        app_config=app_config,
     )
 
 

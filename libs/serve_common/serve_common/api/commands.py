@@ -113,6 +113,9 @@ class DeployApplication(Command[ChangeReply], frozen=True, kw_only=True):
     """HTTP path prefix of the ingress; None is headless."""
     methods: list[str] = msgspec.field(default_factory=_all_methods)
     """Accepted HTTP methods, as in `Deploy`."""
+    app_config: dict[str, Any] | None = None
+    """What a configuration file has for the application, for `muster config`: it is stored and shown, and changes
+    nothing. None: deployed without a file."""
     request_id: str | None = None
     """Id of one change, as in `Deploy`."""
 

@@ -127,6 +127,8 @@ class ApplicationView(msgspec.Struct, frozen=True, kw_only=True):
     """Status of that goal; `GoalStatus.SUCCEEDED` also for one that is no longer retained."""
     deployed_at: float = 0.0
     """When it was last deployed with a change, in seconds since 1970."""
+    app_config: dict[str, Any] | None = None
+    """What the configuration file had for it; None when it was deployed without one."""
 
 
 class BackendView(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -174,6 +174,8 @@ class ApplicationVersion(msgspec.Struct, frozen=True, kw_only=True):
     deployments: list[BackendTag]
     takes_over: str | None = None
     """Route that another deployment of the application has until all of them run; then the ingress takes it over."""
+    app_config: dict[str, Any] | None = None
+    """What a configuration file has for it; None for one that was deployed without."""
 
 
 class Application(msgspec.Struct, frozen=True, kw_only=True):

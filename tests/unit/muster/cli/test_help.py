@@ -17,7 +17,7 @@ from muster.cli.main import app
 from muster.cli.queries import STACK_OPTIONS
 
 ROOT = typer.main.get_command(app)
-WITHOUT_STACK = {"up", "secrets", "plan", "help", "context", "init", "completion"}
+WITHOUT_STACK = {"up", "secrets", "build", "plan", "help", "context", "init", "completion"}
 
 
 def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -71,7 +71,8 @@ def test_every_value_has_a_metavar_in_upper_case(words: tuple[str, ...]) -> None
 
 def test_usage_shows_what_must_and_what_may_be_given(muster: Callable[..., Result]) -> None:
     for line in (
-        "muster deploy [OPTIONS] IMPORT_PATH",
+        "muster deploy [OPTIONS] IMPORT_PATH|FILE [KEY=VALUE...]",
+        "muster build [OPTIONS] IMPORT_PATH...",
         "muster traffic set [OPTIONS] ENDPOINT BACKEND=WEIGHT...",
         "muster logs [OPTIONS] [NAME]",
         "muster plan COMMAND [ARGS]...",

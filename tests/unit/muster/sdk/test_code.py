@@ -80,6 +80,50 @@ def test_the_same_script_gives_the_same_digests_in_every_process(tmp_path: Path)
     assert changed.splitlines()[1] != first.splitlines()[1]
 
 
+FASTAPI_PROGRAM = """
+import sys
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+import muster as serve
+from muster.sdk.build import build_app
+
+api = FastAPI()
+
+class Item(BaseModel):
+    name: str
+    inner: "Item | None" = None
+
+@serve.deployment
+@serve.ingress(api)
+class Web:
+    @api.post("/item")
+    async def item(self, item: Item) -> Item:
+        return item
+
+if __name__ == "__main__":
+    sys.unused = [object() for _ in range(int(sys.argv[1]))]
+    [web] = build_app(Web.bind(Item(name="app.Item:123456789")), name="default", route_prefix="/").deployments
+    sys.stdout.buffer.write(web.code)
+"""
+
+
+def test_a_fastapi_application_with_models_travels_by_value_and_has_one_digest(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(FASTAPI_PROGRAM)
+    first, second = (
+        subprocess.run(
+            [sys.executable, str(script), number], check=True, capture_output=True, timeout=60
+        ).stdout
+        for number in ("1", "200000")
+    )
+    assert digest_code(first) == digest_code(second)
+    target, args, _ = load_code(first, digest_code(first))
+    assert target.__name__ == "Web"
+    assert args[0].name == "app.Item:123456789", "a text of the user's is no name of a class"
+    assert type(args[0]).model_validate({"name": "a", "inner": {"name": "b"}}).inner.name == "b"
+
+
 def make_class() -> type:
     class Local:
         def __init__(self, number: int, *, words: set[str]) -> None:

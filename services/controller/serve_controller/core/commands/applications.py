@@ -38,6 +38,8 @@ from serve_controller.core.snapshots import interim_route, taken_over
 
 DEPLOYMENTS_MAX = 100
 """Most deployments of one application, to bound what is recorded in one transaction."""
+APP_CONFIG_BYTES_MAX = 64 * 1024
+"""Largest `DeployApplication.app_config`, as JSON: it is part of the lists of applications."""
 
 
 def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: float) -> Accepted:
@@ -61,7 +63,9 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     if existing is None:
         _check_name_free(checkpoint, name, set(parts))
     check_backend_limit(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
-    target = ApplicationVersion(ingress=ingress, deployments=sorted(parts), takes_over=takes_over)
+    target = ApplicationVersion(
+        ingress=ingress, deployments=sorted(parts), takes_over=takes_over, app_config=command.app_config
+    )
     configs = {
         tag: EndpointConfig(
             route=interim_route(checkpoint, route, takes_over, tag, is_ingress=tag == ingress),
@@ -126,6 +130,8 @@ def _checked_parts(
         parts[tag] = Wanted(spec.replica_config, spec.backend_config, spec.version, spec.version is not None)
         check_target(parts[tag], at)
         options[tag] = check_endpoint_options(spec.endpoint_options, f"{at}endpoint_options")
+    if len(msgspec.json.encode(command.app_config)) > APP_CONFIG_BYTES_MAX:
+        raise LimitReached(f"app_config: larger than {APP_CONFIG_BYTES_MAX} bytes of JSON")
     if BackendTag(f"{command.name}/{command.ingress}") not in parts:
         raise BadField("ingress", f"{command.ingress[:100]!r} is none of the deployments")
     return parts, options

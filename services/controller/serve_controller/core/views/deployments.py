@@ -69,6 +69,7 @@ def _application(checkpoint: Checkpoint, application: Application) -> Applicatio
         goal_id=application.goal_id,
         goal_status=goal_status,
         deployed_at=_last_revision_at(checkpoint, application) if goal is None else goal.created_at,
+        app_config=application.target.app_config,
     )
 
 

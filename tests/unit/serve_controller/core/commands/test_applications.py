@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from serve_common.api.commands import (
@@ -142,6 +143,26 @@ def test_deployments_dropped_from_it_go_away_once_the_rest_runs() -> None:
     assert shown(loop).deployments == ["app/front", "app/new"]
     assert loop.bucket["endpoints.app.old"].content is None
     check_converged(loop)
+
+
+def test_what_a_file_has_for_it_is_shown_and_restarts_nothing() -> None:
+    loop = loop_of()
+    command = application(spec("front"), route="/shop")
+    loop.done(command)
+    assert shown(loop).app_config is None
+    before = loop.running("app/front")
+    from_file = msgspec.structs.replace(command, app_config={"import_path": "shop:app"})
+    loop.done(from_file)
+    assert shown(loop).app_config == {"import_path": "shop:app"}
+    assert not loop.command(from_file).changes
+    broken = application(spec("front", version="v2", code=BAD_CODE, retries=1), route="/shop")
+    loop.ask(msgspec.structs.replace(broken, app_config={"import_path": "shop:broken"}))
+    loop.settle()
+    assert shown(loop).app_config == {"import_path": "shop:app"}, "it goes back with the code"
+    assert loop.running("app/front") == before
+    huge = msgspec.structs.replace(command, app_config={"args": "x" * applications.APP_CONFIG_BYTES_MAX})
+    with pytest.raises(LimitReached, match="app_config"):
+        loop.command(huge)
 
 
 # -- all or nothing ----------------------------------------------------------------------------------------------------

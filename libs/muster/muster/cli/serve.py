@@ -1,0 +1,302 @@
+"""`muster build`, `config`, `start`, `shutdown`, and the status in Ray Serve's form."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.output import Progress, print_error, print_json, print_line
+from muster.cli.queries import ReadRequest, ShowEnvOption, query_command, stack_command
+from muster.cli.serve_options import AppDirOption
+from muster.cli.session import Session, StackChoice, get_session, running_embedded
+from muster.client.admin import AdminClient, Stack
+from muster.embedded.options import DEFAULT_STATE_DIR, StackFailed, StatePaths
+from serve_common.api.commands import Shutdown
+from serve_common.api.queries import GetAllApplications
+from serve_common.api.views import ApplicationView
+from serve_common.errors import BadField, BusUnavailable, NotFound
+
+if TYPE_CHECKING:
+    from muster.schema import ServeStatus
+
+_ANSI: Final = re.compile(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])")
+_START_TIMEOUT_S: Final = 180.0
+_START_POLL_S: Final = 0.2
+_STOP_TIMEOUT_S: Final = 60.0
+_LOG_LINES_MAX: Final = 20
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML as Ray Serve writes it: fields in their order, texts of several lines as blocks, without colours."""
+    # Only here: few commands write YAML.
+    import yaml  # noqa: PLC0415 - as above
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as blocks."""
+
+        def represent_text(self, text: str) -> yaml.ScalarNode:
+            """The node of a text."""
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, Dumper.represent_text)
+    return str(yaml.dump(_plain(value), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=80))
+
+
+def _plain(value: Any) -> Any:
+    """The value without enumerations and without sequences that colour text."""
+    match value:
+        case Enum():
+            return value.value
+        case str():
+            return _ANSI.sub("", value)
+        case dict():
+            return {_plain(key): _plain(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_plain(inner) for inner in value]
+        case _:
+            return value
+
+
+def build(
+    context: typer.Context,
+    *,
+    import_paths: Annotated[
+        list[str], typer.Argument(metavar="IMPORT_PATH...", help="Applications, as module:attribute.")
+    ],
+    app_dir: AppDirOption = ".",
+    output_path: Annotated[
+        Path | None,
+        typer.Option("--output-path", "-o", metavar="FILE", help="File to write. Default: standard output."),
+    ] = None,
+) -> None:
+    """Write the configuration file of applications, for 'muster deploy' and 'muster run'.
+
+    Example:
+      muster build app:app -o app.yaml
+
+    Has the options that the code of each deployment chooses; those of the file override them. One application is named
+    default and has the route /; several are named app1, app2, ... with the routes /app1, /app2, ...
+    """
+    session = get_session(context)
+    with session.reporting(as_json=False):
+        # Only here: these import Pydantic and what pickles code.
+        from muster.cli.serve_config import check_config  # noqa: PLC0415 - as above
+        from muster.cli.serve_deploy import import_places  # noqa: PLC0415 - as above
+        from muster.cli.yaml_file import YamlFile  # noqa: PLC0415 - as above
+        from muster.sdk.applications import describe_application  # noqa: PLC0415 - as above
+
+        places = import_places(session, app_dir)
+        named = (
+            ["default"] if len(import_paths) == 1 else [f"app{n}" for n in range(1, len(import_paths) + 1)]
+        )
+        routes = ["/"] if len(import_paths) == 1 else [f"/{name}" for name in named]
+        described = [
+            describe_application(path, places, name=name, route=route)
+            for path, name, route in zip(import_paths, named, routes, strict=True)
+        ]
+        text = f"{_HEADER}\n{dump_yaml({'applications': described})}"
+        check_config(YamlFile(text, "the file"), session.directory)
+        if output_path is None:
+            print_line(text.rstrip("\n"))
+            return
+        try:
+            (session.directory / output_path).write_text(text)
+        except OSError as error:
+            raise BadField("--output-path", f"{output_path} cannot be written: {error.strerror}") from error
+        print_error(f"{output_path} is written; names and routes of the applications may be changed in it")
+
+
+_HEADER: Final = """\
+# Written by `muster build`, in the form of Ray Serve's configuration files (ServeDeploySchema).
+# Deploy it with `muster deploy`; what is deployed, `muster config` shows.
+# Options of a deployment that are not here are those of its code.
+"""
+
+
+@query_command
+def config(
+    *,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "-n", metavar="APP", help="Show only this application. Default: all."),
+    ] = None,
+    show_env: ShowEnvOption = False,
+) -> ReadRequest[list[ApplicationView]]:
+    """Show the configuration of the applications that were deployed from files.
+
+    Example:
+      muster config --name default
+
+    Prints each application's part of the file as it was deployed, without values of environment variables that look
+    like secrets. Applications that a program deployed have none.
+    """
+
+    def show(views: Sequence[ApplicationView]) -> None:
+        configs = {view.name: view.app_config for view in views if view.app_config is not None}
+        if name is not None and name not in configs:
+            print_line(f'No config has been deployed for application "{name}".')
+        elif not configs:
+            print_line("No configuration was found.")
+        else:
+            chosen = list(configs.values()) if name is None else [configs[name]]
+            print_line("\n---\n\n".join(map(dump_yaml, chosen)).rstrip("\n"))
+
+    return ReadRequest(GetAllApplications(), show, shows_secrets=show_env)
+
+
+def read_serve_status(name: str | None) -> ReadRequest[Any]:
+    """The status in Ray Serve's form: of everything, or of one application. Raises `NotFound` for an unknown one."""
+
+    async def read(admin: AdminClient) -> Any:
+        # Only here: it imports Pydantic.
+        from muster.sdk.translate import view_status  # noqa: PLC0415 - as above
+
+        status: ServeStatus = view_status(await admin.fetch_status(), await admin.call(GetAllApplications()))
+        if name is None:
+            return _plain(asdict(status))
+        if name not in status.applications:
+            raise NotFound(f'Application "{name}" does not exist.')
+        return _plain(asdict(status.applications[name]))
+
+    return ReadRequest(read, lambda status: print_line(dump_yaml(status).rstrip("\n")))
+
+
+@change_command(timeout_s=600.0)
+def shutdown(
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> ChangeRequest:
+    """Delete everything that is deployed; the stack stays up.
+
+    Example:
+      muster shutdown -y
+
+    The same as 'muster delete-all', under Ray Serve's name.
+    """
+    return ChangeRequest(
+        command=Shutdown(confirm="everything"),
+        what="everything",
+        done="is deleted",
+        already="is deleted; there is nothing",
+        question="" if yes else "Delete every application, deployment, endpoint and backend?",
+    )
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of `muster start`."""
+
+    http_url: str
+    """Empty for a stack that runs elsewhere."""
+    nats_url: str
+    pid: int | None
+    """The process to end when the stack shall stop; None for a stack that ran before."""
+
+
+@stack_command
+def start(
+    session: Session,
+    choice: StackChoice,
+    *,
+    http_host: Annotated[
+        str, typer.Option("--http-host", metavar="ADDRESS", help="Address that HTTP listens on.")
+    ] = "127.0.0.1",
+    http_port: Annotated[
+        int,
+        typer.Option(
+            "--http-port",
+            metavar="PORT",
+            min=0,
+            max=65_535,
+            help="Port that HTTP listens on; 0 for any free one.",
+        ),
+    ] = 8000,
+    proxy_location: Annotated[
+        str | None,
+        typer.Option(
+            "--proxy-location",
+            metavar="PLACE",
+            help="Accepted from scripts for Ray Serve, and without effect: proxies are services of the stack.",
+        ),
+    ] = None,
+    as_json: bool = False,
+) -> None:
+    """Start a whole stack in the background, unless one is found, and return when it is ready.
+
+    Example:
+      muster start --http-port 8001
+
+    It is the stack that 'muster up' runs in the foreground, with its state in .muster of this directory. It goes on
+    after the command, until the process is ended whose id it prints.
+    """
+    with session.reporting(as_json=as_json, interrupted="interrupted; the start goes on"):
+        if proxy_location is not None:
+            print_error("note: without effect in Muster: --proxy-location; proxies are those of the stack")
+        started = _find_running(session, choice) or _start(session, http_host, http_port)
+        if as_json:
+            print_json(started)
+        elif started.pid is None:
+            print_line(f"a stack runs already, at {started.http_url or started.nats_url}")
+        else:
+            print_line(
+                f"the stack runs in the background, at {started.http_url}; 'kill {started.pid}' stops it"
+            )
+
+
+def _find_running(session: Session, choice: StackChoice) -> Started | None:
+    try:
+        address = session.find_stack(choice)
+    except BusUnavailable:
+        return None
+    found = running_embedded(session.environment, session.directory)
+    is_here = found is not None and found.nats_url in address.urls
+    if found is None or not is_here:
+        session.run(address, "start", _check_reachable)
+        return Started(http_url="", nats_url=address.urls[0], pid=None)
+    return Started(http_url=found.http_url, nats_url=found.nats_url, pid=None)
+
+
+async def _check_reachable(stack: Stack, _progress: Progress) -> None:
+    await stack.admin.call(GetAllApplications(limit=1))
+
+
+def _start(session: Session, http_host: str, http_port: int) -> Started:
+    """Start `muster up` in a session of its own, whose output goes into a file, and wait until it is ready."""
+    state_dir = session.directory / (session.environment.get("MUSTER_STATE_DIR") or DEFAULT_STATE_DIR)
+    logs = StatePaths(state_dir).logs
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / "up.log"
+    command = [sys.executable, "-m", "muster.cli.main", "up", "--json", "--state-dir", str(state_dir)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            [*command, "--http-host", http_host, "--http-port", str(http_port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=session.directory,
+        )
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if b'"event": "stack_ready"' in log.read_bytes():
+            found = running_embedded(
+                {**session.environment, "MUSTER_STATE_DIR": str(state_dir)}, session.directory
+            )
+            if found is not None:
+                return Started(http_url=found.http_url, nats_url=found.nats_url, pid=process.pid)
+        time.sleep(_START_POLL_S)
+    if process.poll() is None:
+        process.terminate()
+        process.wait(_STOP_TIMEOUT_S)
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES_MAX:]
+    raise StackFailed("the stack did not start:\n" + "\n".join(lines))

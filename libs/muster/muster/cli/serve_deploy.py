@@ -1,0 +1,349 @@
+"""Deploys applications of Ray Serve's files and import paths: all that can be refused is, before anything changes.
+
+A file stands for all applications of a stack that were deployed by files: those that it leaves out are deleted. What
+`serve.run`, `muster run`, `muster app deploy` and a deploy by name have deployed is not theirs to delete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import typer
+
+from muster.cli import parsing
+from muster.cli.apps import build_app_change
+from muster.cli.changes import (
+    ChangeOptions,
+    ChangeOutcome,
+    ChangeRequest,
+    ChangeResult,
+    ChangeRun,
+    describe,
+    perform,
+    show_plan,
+)
+from muster.cli.output import Progress, print_error, print_json, print_line
+from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
+from muster.cli.serve_options import ServeOptions, read_arguments
+from muster.cli.session import ExitCode, Session, StackChoice
+from muster.cli.yaml_file import YamlFile
+from muster.client.admin import Stack
+from muster.schema import ServeApplicationSchema
+from muster.sdk.applications import PreparedApplication, prepare_application
+from muster.sdk.run import upload_application
+from muster.sdk.translate import deploy_command
+from serve_common.api.commands import DeleteApplication, SetHttpOptions
+from serve_common.api.queries import GetAllApplications, Plan
+from serve_common.api.views import ApplicationView, DeploymentStatus, PlanView
+from serve_common.errors import BadField, CommandRefused
+
+_SHOWN_UPLOAD_BYTES: Final = 2**20
+"""Code of this size takes long enough to say that it is uploaded."""
+
+
+class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Applications to deploy, imported and checked."""
+
+    named: str
+    """The file or import path, for people."""
+    applications: list[PreparedApplication]
+    http_options: dict[str, Any] = {}
+    is_whole: bool = False
+    """Whether applications of earlier files that are not among these are deleted."""
+
+
+class ServeOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How the change of one application, or of the HTTP options, ended; printed with ``--json``."""
+
+    what: str
+    outcome: ChangeOutcome
+
+
+def prepare_file(
+    text: str, name: str, directory: Path, import_from: Sequence[Path], *, is_recorded: bool = True
+) -> tuple[ServeRequest, ServeConfig]:
+    """Check a configuration file, and import what it names. Raises `BadField` with the file's line and path.
+
+    ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in.
+    """
+    config = check_config(YamlFile(text, name), directory)
+    prepared = []
+    for at, app in enumerate(config.schema.applications):
+        places = [*_working_dir(app.runtime_env, directory), *import_from, directory]
+        try:
+            prepared.append(
+                prepare_application(
+                    app,
+                    places,
+                    base=directory,
+                    logging_config=config.schema.logging_config,
+                    is_recorded=is_recorded,
+                )
+            )
+        except BadField as error:
+            raise _located(config.file, at, error) from error
+    request = ServeRequest(named=name, applications=prepared, http_options=config.http_options, is_whole=True)
+    return request, config
+
+
+def _located(file: YamlFile, at: int, error: BadField) -> BadField:
+    """The error with the place in the file; the field is a path within the application's part, or of the code."""
+    path: list[str | int] = ["applications", at]
+    steps = error.field.replace("]", "").replace("[", ".").split(".")
+    path += [int(step) if step.isdigit() else step for step in steps]
+    located = file.build_error(path, error.reason)
+    return (
+        located if path[2] in ServeApplicationSchema.model_fields else file.build_error(path[:2], str(error))
+    )
+
+
+def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:
+    named = runtime_env.get("working_dir")
+    return [directory / named] if isinstance(named, str) and "://" not in named else []
+
+
+def prepare_import_path(
+    import_path: str,
+    arguments: Mapping[str, str],
+    runtime_env: dict[str, Any],
+    import_from: Sequence[Path],
+    *,
+    name: str | None = None,
+    route_prefix: str | None = "/",
+    is_recorded: bool,
+) -> ServeRequest:
+    """Import one application. Raises `BadField`."""
+    fields: dict[str, Any] = {"import_path": import_path}
+    chosen = {"name": name, "args": dict(arguments), "runtime_env": runtime_env}
+    fields.update({field: value for field, value in chosen.items() if value})
+    if route_prefix != "/":
+        fields["route_prefix"] = route_prefix
+    text = msgspec.json.encode({"applications": [fields]}).decode()
+    try:
+        config = check_config(YamlFile(text, import_path), import_from[0])
+        schema = config.schema.applications[0]
+        places = [*_working_dir(runtime_env, import_from[0]), *import_from]
+        prepared = prepare_application(schema, places, base=import_from[0], is_recorded=is_recorded)
+    except BadField as error:
+        raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
+    return ServeRequest(named=import_path, applications=[prepared])
+
+
+def build_file_change(
+    session: Session,
+    file: str,
+    *,
+    app_dir: str | None,
+    ignored: str | None,
+) -> ChangeRequest | ChangeRun:
+    """What `muster deploy FILE` does. Raises `BadField`."""
+    path = session.directory / file
+    text = parsing.read_text(path, "FILE")
+    if ignored is not None:
+        print_error(ignored)
+    if not is_serve_config(parsing.yaml_value(text, file)):
+        return build_app_change(file, session.directory)
+    show_warnings()
+    request, config = prepare_file(text, file, path.parent, import_places(session, app_dir))
+    if (note := config.note()) is not None:
+        print_error(note)
+    return partial(run_deploy, request=request)
+
+
+def build_import_change(
+    session: Session, import_path: str, arguments: Sequence[str], options: ServeOptions, app_dir: str | None
+) -> ChangeRun:
+    """What `muster deploy IMPORT_PATH` without a name does. Raises `BadField`."""
+    show_warnings()
+    request = prepare_import_path(
+        import_path,
+        read_arguments(arguments),
+        options.read_runtime_env(session.directory),
+        import_places(session, app_dir),
+        route_prefix=options.route_prefix or "/",
+        is_recorded=True,
+    )
+    return partial(run_deploy, request=request)
+
+
+def import_places(session: Session, app_dir: str | None) -> list[Path]:
+    """Where code is imported from: ``app_dir``, and by default the directory of the command. Raises `BadField`."""
+    place = session.directory / (app_dir or ".")
+    if not place.is_dir():
+        raise BadField("--app-dir", f"there is no directory {app_dir} here")
+    return [place]
+
+
+class _Step(msgspec.Struct, frozen=True):
+    """One command of a request, with the route that it frees and the one that it takes; None for none."""
+
+    change: ChangeRequest
+    frees: str | None = None
+    takes: str | None = None
+
+
+def _plan_steps(request: ServeRequest, current: Sequence[ApplicationView]) -> list[list[_Step]]:
+    """The commands in an order in which each route is free when it is taken. Raises `BadField` where there is none."""
+    known = {view.name: view for view in current if view.status is not DeploymentStatus.DELETING}
+    names = {each.built.name for each in request.applications}
+    pending = []
+    for each in request.applications:
+        before = known[each.built.name].route_prefix if each.built.name in known else None
+        after = each.built.route_prefix
+        pending.append(_Step(_deploy_change(each), before if before != after else None, after))
+    for name, view in known.items():
+        if request.is_whole and view.app_config is not None and name not in names:
+            pending.append(_Step(_delete_change(name), view.route_prefix))
+    if request.http_options:
+        pending.append(
+            _Step(
+                ChangeRequest(
+                    command=SetHttpOptions(options=request.http_options), what="HTTP options", done="are set"
+                )
+            )
+        )
+    waves = []
+    while pending:
+        wave = [
+            step
+            for step in pending
+            if step.takes is None or all(other is step or other.frees != step.takes for other in pending)
+        ]
+        if not wave:
+            routes = ", ".join(sorted(str(step.takes) for step in pending))
+            raise BadField(
+                "route_prefix", f"applications exchange {routes}; deploy one of them elsewhere first"
+            )
+        waves.append(wave)
+        pending = [step for step in pending if step not in wave]
+    return waves
+
+
+def _deploy_change(prepared: PreparedApplication) -> ChangeRequest:
+    target, name = prepared.target, prepared.built.name
+    command = deploy_command(
+        prepared.built,
+        target.logging_config,
+        external_scaler=target.external_scaler_enabled,
+        app_config=prepared.app_config,
+    )
+    return ChangeRequest(
+        command=command,
+        what=f"application {name}",
+        done="is deployed",
+        progress_command=f"muster status --name {name}",
+    )
+
+
+def _delete_change(name: str) -> ChangeRequest:
+    return ChangeRequest(
+        command=DeleteApplication(name=name),
+        what=f"application {name}",
+        done="is deleted: the file leaves it out",
+        already="does not exist",
+        progress_command="muster app list",
+    )
+
+
+async def deploy(
+    stack: Stack,
+    request: ServeRequest,
+    progress: Progress,
+    *,
+    host: str,
+    timeout_s: float,
+    is_waiting: bool,
+    on_done: Callable[[ChangeRequest, ChangeOutcome], None],
+) -> list[ServeOutcome]:
+    """Deploy all applications, each by itself, and delete what the request leaves out.
+
+    ``on_done`` is called as each ends. Raises what the controller refuses, as long as nothing was changed.
+    """
+    waves = _plan_steps(request, await stack.admin.call(GetAllApplications()))
+    for step in waves[0] if waves else ():
+        await stack.admin.call(Plan.for_command(step.change.command))
+    for each in request.applications:
+        size = sum(len(one.code) for one in each.built.deployments)
+        if size >= _SHOWN_UPLOAD_BYTES:
+            progress.show(f"uploading {size / 2**20:.0f} MiB of code of {each.built.name}")
+        await upload_application(stack, each.built)
+    ended: list[ServeOutcome] = []
+
+    async def run(step: _Step, *, waits: bool) -> None:
+        try:
+            outcome = await perform(
+                stack.admin, step.change, timeout_s=timeout_s, is_waiting=waits, host=host, progress=progress
+            )
+        except CommandRefused as error:
+            outcome = ChangeOutcome(result=ChangeResult.FAILED, goal_id=None, error=str(error), took_s=0.0)
+        ended.append(ServeOutcome(what=step.change.what, outcome=outcome))
+        on_done(step.change, outcome)
+
+    for number, wave in enumerate(waves, start=1):
+        try:
+            async with asyncio.TaskGroup() as group:
+                for step in wave:
+                    group.create_task(run(step, waits=is_waiting or number < len(waves)))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+    return ended
+
+
+async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest, PlanView]]:
+    """What `deploy` would do."""
+    first, *later = _plan_steps(request, await stack.admin.call(GetAllApplications())) or [[]]
+    plans = [(step.change, await stack.admin.call(Plan.for_command(step.change.command))) for step in first]
+    note = "happens once other applications have given up its route"
+    later_plan = PlanView(updating=True, replicas=[], notes=[note])
+    return [*plans, *((step.change, later_plan) for wave in later for step in wave)]
+
+
+def run_deploy(
+    session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest
+) -> None:
+    """`muster deploy` of a request, reported as other changes are."""
+    address = session.find_stack(choice)
+    if options.dry_run:
+        plans = session.run(address, request.named, lambda stack, _progress: plan(stack, request))
+        if options.as_json:
+            print_json([{"what": change.what, "plan": msgspec.to_builtins(view)} for change, view in plans])
+        else:
+            for change, view in plans:
+                show_plan(view, change.what, change.already)
+        return
+
+    def report(change: ChangeRequest, outcome: ChangeOutcome) -> None:
+        if not options.as_json:
+            emit = print_line if outcome.exit_code is ExitCode.OK else print_error
+            for line in describe(outcome, change):
+                emit(line)
+
+    ended = session.run(
+        address,
+        request.named,
+        lambda stack, progress: deploy(
+            stack,
+            request,
+            progress,
+            host=address.host,
+            timeout_s=options.timeout_s,
+            is_waiting=not options.no_wait,
+            on_done=report,
+        ),
+    )
+    if options.as_json:
+        print_json(ended)
+    code = max((each.outcome.exit_code for each in ended), default=ExitCode.OK)
+    if code is not ExitCode.OK:
+        raise typer.Exit(code)
+
+
+def show_warnings() -> None:
+    """Let the warnings of `muster`'s SDK reach standard error, as they do in a program that configures logging."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -1,0 +1,104 @@
+"""Options that the commands for applications of Ray Serve's form have in common; nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from muster.cli import parsing
+from serve_common.errors import BadField
+
+FILE_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})
+"""What a file of applications ends in; others are taken for one when they are there."""
+_PANEL: Final = "Applications of muster.deployment's"
+
+RuntimeEnvOption = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime-env",
+        metavar="FILE",
+        help="YAML file with the runtime_env of all replicas of the application.",
+        rich_help_panel=_PANEL,
+    ),
+]
+RuntimeEnvJsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime-env-json",
+        metavar="JSON",
+        help="The runtime_env of all replicas of the application.",
+        rich_help_panel=_PANEL,
+    ),
+]
+WorkingDirOption = Annotated[
+    str | None,
+    typer.Option(
+        "--working-dir",
+        metavar="DIR",
+        help="working_dir of the runtime_env; overrides the one in --runtime-env.",
+        rich_help_panel=_PANEL,
+    ),
+]
+AppDirOption = Annotated[
+    str,
+    typer.Option(
+        "--app-dir",
+        "-d",
+        metavar="DIR",
+        help="Directory to import the module from; first on the Python path.",
+    ),
+]
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options for one application that is named by its import path; None for one that is not set."""
+
+    runtime_env: str | None = None
+    runtime_env_json: str | None = None
+    working_dir: str | None = None
+    route_prefix: str | None = None
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether any option is set that makes the runtime environment."""
+        return (self.runtime_env, self.runtime_env_json, self.working_dir) != (None, None, None)
+
+    def ignored_with_file(self, name: str | None, arguments: Sequence[str]) -> str | None:
+        """One line that names the options that a file makes void, as with Ray Serve; None for none."""
+        chosen = {
+            "--name": name,
+            "--route-prefix": self.route_prefix,
+            "--runtime-env": self.runtime_env,
+            "--runtime-env-json": self.runtime_env_json,
+            "--working-dir": self.working_dir,
+            "arguments": arguments or None,
+        }
+        names = [option for option, value in chosen.items() if value is not None]
+        return f"note: a file says all; ignored: {', '.join(names)}" if names else None
+
+    def read_runtime_env(self, directory: Path) -> dict[str, Any]:
+        """The ``runtime_env`` that the options make. Raises `BadField`."""
+        file, text = self.runtime_env, self.runtime_env_json
+        if file is not None and text is not None:
+            raise BadField("--runtime-env-json", "and --runtime-env must not both be set")
+        runtime_env = parsing.read_object(text, directory, "--runtime-env-json")
+        if file is not None:
+            runtime_env = parsing.yaml_value(parsing.read_text(directory / file, "--runtime-env"), file)
+            if not isinstance(runtime_env, dict):
+                raise BadField("--runtime-env", f"{file} must hold an object")
+        return runtime_env if self.working_dir is None else {**runtime_env, "working_dir": self.working_dir}
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """``key=value`` of the command line, by key. Raises `BadField`."""
+    values: dict[str, str] = {}
+    for text in arguments:
+        key, _, value = text.partition("=")
+        if not key or not value:
+            raise BadField("KEY=VALUE", f"{text[:80]!r} must be of the form '<key>=<val>'")
+        values[key] = value
+    return values

@@ -1,0 +1,196 @@
+"""Ray Serve's commands on a real stack: `muster run` with one of its own; `build`, `deploy`, `status` beside one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.timeout(300)
+
+APP = """
+import os
+
+import words
+import muster as serve
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Hello:
+    def __init__(self, greeting="hello"):
+        self.greeting = words.polite(greeting)
+
+    def __call__(self, request):
+        print("greeted", request.query_params["name"])
+        return f"{self.greeting} {request.query_params['name']} {os.getpid()}"
+
+
+app = Hello.bind()
+
+
+def build(args):
+    return Hello.bind(args["greeting"])
+"""
+WORDS = "def polite(text):\n    return text + ','\n"
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+
+
+@contextmanager
+def start(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "muster.cli.main", *words],
+        cwd=directory,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def muster(directory: Path, *words: str) -> str:
+    with start(directory, *words) as done:
+        output = done.communicate(timeout=200)[0]
+    assert done.returncode == 0, output
+    return output
+
+
+def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    """What a process has printed up to a line with the text."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if text in line:
+            return lines
+    raise AssertionError(f"it ended without {text!r}:\n" + "\n".join(lines))
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return str(response.read().decode())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a program of two modules and nothing else."""
+    directory = tmp_path_factory.mktemp("program")
+    (directory / "app.py").write_text(APP)
+    (directory / "words.py").write_text(WORDS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def url(directory: Path) -> Iterator[str]:
+    """A stack that `muster start` has started in the background from that directory: its HTTP address."""
+    line = muster(directory, "start", "--http-port", "0").splitlines()[-1]
+    assert "the stack runs in the background" in line
+    try:
+        yield line.partition(" at ")[2].partition(";")[0]
+    finally:
+        pid = int(line.partition("'kill ")[2].partition("'")[0])
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+
+def status(directory: Path, name: str) -> Any:
+    return yaml.safe_load(muster(directory, "status", "--name", name, "--format", "ray"))
+
+
+def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Path, url: str) -> None:
+    assert "a stack runs already" in muster(directory, "start")
+    muster(directory, "build", "app:app", "-o", "f.yaml")
+    assert "application default is deployed" in muster(directory, "deploy", "f.yaml")
+    shown = status(directory, "default")
+    assert (shown["status"], shown["deployments"]["Hello"]["replica_states"]) == ("RUNNING", {"RUNNING": 1})
+    first = get(f"{url}/?name=bob")
+    assert first.startswith("hello, bob ")
+    assert "nothing to do: application default" in muster(directory, "deploy", "f.yaml")
+    assert get(f"{url}/?name=bob") == first, "the same process serves"
+    config = yaml.safe_load(muster(directory, "config", "--name", "default"))
+    assert config["import_path"] == "app:app"
+    (directory / "g.yaml").write_text(
+        "applications:\n"
+        "- {name: moved, route_prefix: /, import_path: 'app:build', args: {greeting: moin}}\n"
+        "- {name: hidden, route_prefix: null, import_path: app.app}\n"
+    )
+    assert "application default is deleted: the file leaves it out" in muster(directory, "deploy", "g.yaml")
+    assert get(f"{url}/?name=bob").startswith("moin, bob ")
+    assert status(directory, "hidden")["status"] == "RUNNING"
+    assert "is deleted" in muster(directory, "shutdown", "-y")
+    assert muster(directory, "config") == "No configuration was found.\n"
+
+
+def test_a_run_beside_a_stack_reloads_and_deletes_at_ctrl_c_what_it_deployed(
+    directory: Path, url: str
+) -> None:
+    words = directory / "words.py"
+    try:
+        with start(
+            directory,
+            *("run", "app:build", "greeting=hey", "--name", "ran", "--route-prefix", "/ran", "--reload"),
+        ) as run:
+            lines = lines_until(run, "Ctrl-C ends it")
+            assert lines[0] == "Running import path: 'app:build'."
+            assert get(f"{url}/ran?name=eve").startswith("hey, eve ")
+            lines_until(run, "greeted eve")
+            words.write_text(WORDS.replace("','", "'!'"))
+            lines_until(run, "is deployed")
+            assert get(f"{url}/ran?name=eve").startswith("hey! eve ")
+            words.write_text("raise RuntimeError('half written')\n")
+            assert "half written" in "\n".join(lines_until(run, "What served before still serves"))
+            assert get(f"{url}/ran?name=eve").startswith("hey! eve ")
+            run.send_signal(signal.SIGINT)
+            assert run.wait(60) == 0
+    finally:
+        words.write_text(WORDS)
+    with pytest.raises(urllib.error.HTTPError, match="404") as raised:
+        get(f"{url}/ran?name=eve")
+    raised.value.close()
+
+
+def test_a_run_that_fails_says_why_and_leaves_nothing(directory: Path, url: str) -> None:
+    (directory / "failing.py").write_text(
+        "import muster as serve\n\n"
+        '@serve.deployment(max_constructor_retry_count=1, ray_actor_options={"num_cpus": 0.1})\n'
+        "class Failing:\n    def __init__(self):\n        raise ValueError('no weights')\n\n"
+        "app = Failing.bind()\n"
+    )
+    with start(directory, "run", "failing:app", "--name", "failing", "--non-blocking") as run:
+        output = run.communicate(timeout=120)[0]
+    assert run.returncode == 1
+    assert "ValueError: no weights" in output
+    assert "failing" not in muster(directory, "app", "list")
+
+
+def test_a_run_without_a_stack_has_one_of_its_own_that_other_commands_find(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "words.py").write_text(WORDS)
+    with start(tmp_path, "run", "--http-port", "0", "app:app") as run:
+        lines = lines_until(run, "Ctrl-C ends it")
+        [line] = [line for line in lines if "Muster runs within this process, at " in line]
+        url = line.partition(" at ")[2].partition(";")[0]
+        assert get(f"{url}/?name=ann").startswith("hello, ann ")
+        assert status(tmp_path, "default")["status"] == "RUNNING"
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 0
+    assert not (tmp_path / ".muster").exists()

@@ -1,0 +1,504 @@
+"""Ray Serve's files on the command line: what they may say, what is sent, and how it is told what is wrong in them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from typer.testing import Result
+
+from serve_common.api.commands import ChangeReply, DeployApplication, UploadCodeReply
+from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus, GoalView, PlanView
+from serve_common.errors import Conflict
+from serve_common.names import GoalId
+
+Muster = Callable[..., Result]
+APP = """
+from pydantic import BaseModel
+
+import muster as serve
+import {module}_helper
+
+
+ENVIRONMENT = {{"env_vars": {{"A": "code"}}}}
+
+
+@serve.deployment(max_ongoing_requests=7, ray_actor_options={{"num_cpus": 0.5, "runtime_env": ENVIRONMENT}})
+class Model:
+    def __init__(self, words):
+        self.words = words
+
+    def __call__(self, request):
+        return {module}_helper.join(self.words)
+
+
+@serve.deployment(autoscaling_config={{"min_replicas": 2, "max_replicas": 9}})
+class Front:
+    def __init__(self, model):
+        self.model = model
+
+    async def __call__(self, request):
+        return await self.model.remote(request)
+
+
+class Args(BaseModel):
+    word: str = "none"
+    count: int = 1
+
+
+def typed(args: Args):
+    return Front.bind(Model.bind([args.word] * args.count))
+
+
+def plain(args):
+    return Front.bind(Model.bind(sorted(args.items())))
+
+
+def broken(args):
+    raise RuntimeError("no luck today")
+
+
+app = Front.bind(Model.bind(["a", "b"]))
+"""
+
+
+ONE = "applications:\n- import_path: a:b\n  deployments:\n  - name: M\n"
+
+
+@pytest.fixture
+def module(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a module with applications in the directory of the command."""
+    name = f"served_{abs(hash(request.node.name)) % 10**8}"
+    (tmp_path / f"{name}.py").write_text(APP.format(module=name))
+    (tmp_path / f"{name}_helper.py").write_text("def join(words):\n    return ' '.join(words)\n")
+    before = list(sys.path)
+    yield name
+    sys.path[:] = before
+    for each in (name, f"{name}_helper"):
+        sys.modules.pop(each, None)
+
+
+@pytest.fixture(autouse=True)
+def stored(controller: Any) -> None:
+    controller.answers["upload_code"] = UploadCodeReply(is_stored=True)
+    controller.answers["get_all_applications"] = []
+
+
+def view(name: str, route: str | None, app_config: dict[str, Any] | None) -> ApplicationView:
+    return ApplicationView(
+        name=name,
+        status=DeploymentStatus.HEALTHY,
+        message="",
+        route_prefix=route,
+        ingress=f"{name}/Front",
+        deployments=[f"{name}/Front"],
+        goal_id=GoalId("goal-1"),
+        goal_status=GoalStatus.SUCCEEDED,
+        app_config=app_config,
+    )
+
+
+def write(tmp_path: Path, text: str) -> str:
+    (tmp_path / "f.yaml").write_text(text)
+    return "f.yaml"
+
+
+def sent(controller: Any) -> dict[str, DeployApplication]:
+    return {each.name: each for each in controller.asked_of("deploy_application")}
+
+
+def test_a_file_deploys_all_its_applications_with_its_options_over_those_of_the_code(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path,
+        f"""
+        applications:
+          - name: one
+            route_prefix: /one
+            import_path: {module}:typed
+            args: {{word: hello, count: "3"}}
+            runtime_env: {{env_vars: {{A: app, B: app}}}}
+            deployments:
+              - name: Model
+                num_replicas: auto
+                ray_actor_options: {{num_cpus: 2, runtime_env: {{env_vars: {{B: file}}}}}}
+              - name: Front
+                num_replicas: 4
+                user_config: {{threshold: 0.5}}
+          - name: two
+            route_prefix: null
+            import_path: {module}.app
+        """,
+    )
+    result = muster("deploy", file)
+    assert result.exit_code == 0, result.output
+    one, two = sent(controller)["one"], sent(controller)["two"]
+    model, front = one.deployments
+    assert (one.route_prefix, one.ingress, two.route_prefix) == ("/one", "Front", None)
+    assert (model.name, front.name) == ("Model", "Front")
+    assert model.replica_config.ray_actor_options.num_cpus == 2
+    assert model.replica_config.ray_actor_options.runtime_env == {"env_vars": {"A": "app", "B": "file"}}
+    assert front.replica_config.ray_actor_options.runtime_env == {"env_vars": {"A": "app", "B": "app"}}
+    assert model.backend_config.autoscaling_config is not None
+    assert model.backend_config.autoscaling_config.max_replicas == 100
+    assert model.backend_config.max_concurrent_queries == 7
+    assert (front.backend_config.num_replicas, front.backend_config.autoscaling_config) == (4, None)
+    assert front.backend_config.user_config == {"threshold": 0.5}
+    unchanged, _ = two.deployments
+    assert unchanged.replica_config.ray_actor_options.runtime_env == {"env_vars": {"A": "code"}}
+    assert one.app_config is not None
+    assert one.app_config["args"] == {"word": "hello", "count": "3"}
+    uploaded = {request.digest for request in controller.asked_of("upload_code")}
+    assert {each.replica_config.code for each in (*one.deployments, *two.deployments)} <= uploaded
+    assert "application one is deployed" in result.stdout
+    assert "application two is deployed" in result.stdout
+
+
+def test_auto_puts_its_limits_under_the_codes_own(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path,
+        f"applications: [{{import_path: '{module}:app', deployments: [{{name: Front, num_replicas: auto}}]}}]",
+    )
+    assert muster("deploy", file).exit_code == 0
+    limits = sent(controller)["default"].deployments[1].backend_config.autoscaling_config
+    assert (limits.min_replicas, limits.max_replicas) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("applications: [", ["f.yaml: is not YAML"]),
+        ("[]", ["f.yaml:1: must have the field 'applications'"]),
+        ("import_path: a:b\n", ["f.yaml:1: import_path: belongs into the list 'applications'"]),
+        ("applications:\n  - name: a\n", ["f.yaml:2: applications[0].import_path: is missing"]),
+        (
+            "applications:\n- import_path: a:b\n  deployments:\n  - name: M\n    num_replica: 2\n    user_confg: {}\n",
+            [
+                "f.yaml:5: applications[0].deployments[0].num_replica: is unknown; did you mean 'num_replicas'?",
+                "f.yaml:6: applications[0].deployments[0].user_confg: is unknown; did you mean 'user_config'?",
+            ],
+        ),
+        (
+            f"{ONE}    ray_actor_options:\n      num_cpu: 1\n",
+            ["f.yaml:6: applications[0].deployments[0].ray_actor_options.num_cpu", "did you mean 'num_cpus'"],
+        ),
+        (
+            f"{ONE}    autoscaling_config: {{max_replica: 1}}\n",
+            ["autoscaling_config.max_replica: is unknown; did you mean 'max_replicas'?"],
+        ),
+        (
+            "applications:\n- import_path: a:b\n- import_path: a:c\n",
+            ["f.yaml:1: applications: Found multiple configs for application"],
+        ),
+        (
+            "applications:\n- import_path: a:b\n  name: x\n  name: y\n",
+            ["f.yaml:4: applications[0].name: is there twice"],
+        ),
+        (
+            "applications:\n- import_path: nothing\n",
+            ["f.yaml:2: applications[0].import_path: Got invalid import path"],
+        ),
+        (
+            "applications:\n- import_path: a:b\n  route_prefix: shop\n",
+            ["f.yaml:3: applications[0].route_prefix: Invalid route_prefix"],
+        ),
+        (
+            "applications:\n- import_path: a:b\n  deployments:\n  - {name: M, max_ongoing_requests: many}\n",
+            [
+                "f.yaml:4: applications[0].deployments[0].max_ongoing_requests: Input should be a valid integer"
+            ],
+        ),
+        (
+            "applications:\n- import_path: a:b\n  deployments:\n  - name: M\n    placement_group_bundles: [{CPU: 1}]\n",
+            ["f.yaml:5: applications[0].deployments[0].placement_group_bundles", "not supported by Muster"],
+        ),
+        (
+            "applications:\n- import_path: a:b\n  runtime_env: {conda: x}\n",
+            ["f.yaml:3: applications[0].runtime_env: runtime_env: 'conda' is not supported"],
+        ),
+        ("target_capacity: 50\napplications: []\n", ["f.yaml:1: target_capacity: is not supported"]),
+    ],
+)
+def test_a_bad_file_is_refused_with_path_and_line_before_anything_is_sent(
+    muster: Muster, controller: Any, tmp_path: Path, text: str, words: list[str]
+) -> None:
+    for command in ("deploy", "run"):
+        result = muster(command, write(tmp_path, text))
+        assert result.exit_code == 2
+        for word in words:
+            assert word in result.stderr
+    assert controller.asked == []
+
+
+@pytest.mark.parametrize(
+    ("import_path", "more", "words"),
+    [
+        ("nowhere:app", "", "f.yaml:1: applications[0].import_path: nowhere:app: no module 'nowhere'"),
+        ("{module}:appl", "", "has no attribute 'appl'"),
+        ("{module}:Model", "", "{module}:Model is a deployment; name what its bind() returns"),
+        ("{module}:Args", "", "{module}:Args is a ModelMetaclass"),
+        ("{module}:broken", "", "no luck today"),
+        ("{module}:app", "args: {x: 1}", "applications[0].args: are for a function"),
+        ("{module}:typed", "args: {count: many}", "applications[0].args: of {module}:typed"),
+        (
+            "{module}:app",
+            "deployments: [{name: Modl}]",
+            "deployments[0].name: 'Modl' is none of the deployments",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_or_built_is_refused_with_its_place(
+    muster: Muster, controller: Any, module: str, tmp_path: Path, import_path: str, more: str, words: str
+) -> None:
+    text = f"applications: [{{import_path: '{import_path.format(module=module)}', {more}}}]"
+    result = muster("deploy", write(tmp_path, text))
+    assert result.exit_code == 2
+    assert words.format(module=module) in result.stderr
+    assert controller.asked == []
+
+
+def test_what_has_no_effect_is_one_line(muster: Muster, controller: Any, module: str, tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "proxy_location: HeadOnly\nhttp_options: {host: 0.0.0.0, port: 8001, request_timeout_s: 5}\n"
+        f"grpc_options: {{port: 9000}}\napplications: [{{import_path: '{module}:app'}}]\n",
+    )
+    result = muster("deploy", file)
+    notes = [line for line in result.stderr.splitlines() if line.startswith("note:")]
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        "note: f.yaml: without effect in Muster: proxy_location, grpc_options, http_options.host, http_options.port;"
+    )
+    assert controller.asked_of("set_http_options")[0].options == {"request_timeout_s": 5.0}
+
+
+def test_applications_of_earlier_files_that_are_left_out_go_away_and_others_stay(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    controller.answers["get_all_applications"] = [
+        view("old", "/old", {"import_path": "a:b"}),
+        view("programs", "/programs", None),
+    ]
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    result = muster("deploy", file)
+    assert [each.name for each in controller.asked_of("delete_application")] == ["old"]
+    assert "application old is deleted: the file leaves it out" in result.stdout
+    controller.asked.clear()
+    assert muster("deploy", f"{module}:app").exit_code == 0
+    assert not controller.asked_of("delete_application"), "an import path is no file"
+
+
+def test_a_route_is_freed_before_it_is_taken(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    controller.answers["get_all_applications"] = [
+        view("old", "/", {"import_path": "a:b"}),
+        view("b", "/b", {"import_path": "a:b"}),
+    ]
+    file = write(
+        tmp_path,
+        f"applications: [{{name: a, route_prefix: /b, import_path: '{module}:app'}}, "
+        f"{{name: b, route_prefix: /, import_path: '{module}:app'}}]",
+    )
+    assert muster("deploy", file).exit_code == 0
+    changes = [(verb, request.name) for verb, request in controller.asked if verb.endswith("_application")]
+    assert changes == [
+        ("delete_application", "old"),
+        ("deploy_application", "b"),
+        ("deploy_application", "a"),
+    ]
+    controller.answers["get_all_applications"] = [view("a", "/", {}), view("b", "/b", {})]
+    controller.asked.clear()
+    result = muster("deploy", file)
+    assert result.exit_code == 2
+    assert "applications exchange /, /b" in result.stderr
+    assert not controller.asked_of("deploy_application")
+
+
+def test_what_the_controller_refuses_is_refused_before_anything_changes(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    controller.answers["plan"] = Conflict("route_prefix: '/' belongs to the endpoint 'default/digits'")
+    result = muster("deploy", write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]"))
+    assert result.exit_code == 2
+    assert "belongs to the endpoint" in result.stderr
+    assert not controller.asked_of("deploy_application")
+
+
+def test_one_application_that_fails_leaves_the_others_alone(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    def deploy(request: DeployApplication) -> ChangeReply:
+        return ChangeReply(goal_id=GoalId(f"goal-{request.name}"), updating=True)
+
+    def wait(query: Any) -> GoalView:
+        bad = query.goal_id == "goal-bad"
+        return GoalView(
+            goal_id=query.goal_id,
+            status=GoalStatus.FAILED if bad else GoalStatus.SUCCEEDED,
+            error="Traceback\nValueError: no weights" if bad else "",
+        )
+
+    controller.answers.update(deploy_application=deploy, wait_for_goal=wait)
+    file = write(
+        tmp_path,
+        f"applications: [{{name: bad, import_path: '{module}:app'}}, "
+        f"{{name: good, route_prefix: /good, import_path: '{module}:app'}}]",
+    )
+    result = muster("deploy", file)
+    assert result.exit_code == 1
+    assert "no weights" in result.stderr
+    assert "application good is deployed" in result.stdout
+    parsed = json.loads(muster("deploy", file, "--json").stdout)
+    assert {each["what"]: each["outcome"]["result"] for each in parsed} == {
+        "application bad": "failed",
+        "application good": "succeeded",
+    }
+
+
+def test_a_dry_run_shows_all_changes_and_makes_none(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    controller.answers["plan"] = PlanView(updating=True, replicas=[], notes=["the plan's note"])
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    result = muster("plan", "deploy", file)
+    assert result.exit_code == 0, result.output
+    assert "application default: would change" in result.stdout
+    assert "the plan's note" in result.stdout
+    assert {verb for verb, _ in controller.asked} == {"get_all_applications", "plan"}
+
+
+def test_an_import_path_without_a_name_is_an_application(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    (tmp_path / "env.yaml").write_text("env_vars: {X: y}\n")
+    result = muster(
+        *("deploy", f"{module}:plain", "word=a", "flag=b=c", "--route-prefix", "/plain"),
+        *("--runtime-env", "env.yaml"),
+    )
+    assert result.exit_code == 0, result.output
+    command = sent(controller)["default"]
+    assert command.route_prefix == "/plain"
+    assert command.app_config is not None
+    assert command.app_config["args"] == {"word": "a", "flag": "b=c"}
+    assert command.deployments[0].replica_config.ray_actor_options.runtime_env["env_vars"]["X"] == "y"
+    for words, field in (
+        (("deploy", f"{module}:app", "word"), "KEY=VALUE"),
+        (("deploy", f"{module}:app", "--num-replicas", "2"), "--num-replicas"),
+        (("deploy", "a:B", "--name", "b", "x=y"), "KEY=VALUE"),
+        (
+            ("deploy", f"{module}:app", "--runtime-env", "env.yaml", "--runtime-env-json", "{}"),
+            "--runtime-env-json",
+        ),
+    ):
+        refused = muster(*words)
+        assert refused.exit_code == 2
+        assert f"error: {field}:" in refused.stderr
+
+
+def test_an_application_in_musters_own_form_is_told_by_what_the_file_holds(
+    muster: Muster, controller: Any, tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path,
+        "name: shop\ningress: front\ndeployments: [{name: front, replica_config: {import_path: 'shop:Front'}}]\n",
+    )
+    result = muster("deploy", file)
+    assert result.exit_code == 0, result.output
+    assert sent(controller)["shop"].deployments[0].replica_config.import_path == "shop:Front"
+
+
+def test_what_build_writes_deploys_what_the_code_says(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    assert muster("build", f"{module}:app", "-o", "built.yaml").exit_code == 0
+    built = yaml.safe_load((tmp_path / "built.yaml").read_text())
+    [app] = built["applications"]
+    assert (app["name"], app["route_prefix"], app["import_path"]) == ("default", "/", f"{module}:app")
+    model, front = app["deployments"]
+    assert model == {
+        "name": "Model",
+        "max_ongoing_requests": 7,
+        "ray_actor_options": {"num_cpus": 0.5, "runtime_env": {"env_vars": {"A": "code"}}},
+    }
+    assert front["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 9}
+    assert muster("deploy", "built.yaml").exit_code == 0
+    assert muster("deploy", f"{module}:app").exit_code == 0
+    from_file, from_code = controller.asked_of("deploy_application")
+    assert from_file.deployments == from_code.deployments
+    several = yaml.safe_load(muster("build", f"{module}:app", f"{module}.app").stdout)
+    assert [(each["name"], each["route_prefix"]) for each in several["applications"]] == [
+        ("app1", "/app1"),
+        ("app2", "/app2"),
+    ]
+    refused = muster("build", f"{module}:nothing")
+    assert refused.exit_code == 2
+
+
+def test_config_shows_what_files_have_deployed(muster: Muster, controller: Any) -> None:
+    assert muster("config").stdout == "No configuration was found.\n"
+    text = "first\nsecond\n"
+    controller.answers["get_all_applications"] = [
+        view("a", "/", {"name": "a", "import_path": "a:b", "args": {"text": text}}),
+        view("b", "/b", {"name": "b", "import_path": "c:d"}),
+        view("c", "/c", None),
+        view("d", None, {"name": "d", "runtime_env": {"env_vars": {"API_TOKEN": "s3cret"}}}),
+    ]
+    assert "s3cret" not in muster("config", "-n", "d").stdout + muster("app", "list", "--json").stdout
+    assert "s3cret" in muster("config", "-n", "d", "--show-env").stdout
+    del controller.answers["get_all_applications"][-1]
+    assert list(yaml.safe_load_all(muster("config").stdout)) == [
+        {"name": "a", "import_path": "a:b", "args": {"text": text}},
+        {"name": "b", "import_path": "c:d"},
+    ]
+    assert yaml.safe_load(muster("config", "--name", "b").stdout) == {"name": "b", "import_path": "c:d"}
+    assert 'No config has been deployed for application "c".' in muster("config", "-n", "c").stdout
+
+
+def test_status_in_rays_form(muster: Muster, controller: Any) -> None:
+    failing = msgspec.structs.replace(
+        view("b", None, None), message="\x1b[31mTraceback\x1b[0m\nboom", goal_status=GoalStatus.FAILED
+    )
+    controller.answers["get_all_applications"] = [view("default", "/", None), failing]
+    status = yaml.safe_load(muster("status", "--format", "ray").stdout)
+    assert status["proxies"] == {"proxy-1": "HEALTHY"}
+    assert {name: app["status"] for name, app in status["applications"].items()} == {
+        "default": "RUNNING",
+        "b": "DEPLOY_FAILED",
+    }
+    one = muster("status", "--name", "b")
+    assert yaml.safe_load(one.stdout)["message"] == "Traceback\nboom"
+    assert "message: |-\n  Traceback\n  boom\n" in one.stdout
+    assert (
+        json.loads(muster("status", "-n", "b", "--format", "ray", "--json").stdout)["status"]
+        == "DEPLOY_FAILED"
+    )
+    unknown = muster("status", "--name", "nope", "--format", "ray")
+    assert unknown.exit_code == 4
+    assert 'Application "nope" does not exist.' in unknown.stderr
+    assert muster("status", "digits", "--name", "b").exit_code == 2
+
+
+def test_shutdown_asks_and_deletes_everything(muster: Muster, controller: Any) -> None:
+    assert muster("shutdown", given="n\n").exit_code == 1
+    assert not controller.asked_of("shutdown")
+    result = muster("shutdown", "-y")
+    assert result.exit_code == 0
+    assert "everything is deleted" in result.stdout
+    assert controller.asked_of("shutdown")[0].confirm == "everything"
+
+
+def test_start_says_that_a_stack_runs_already(muster: Muster, controller: Any) -> None:
+    result = muster("start", "--proxy-location", "EveryNode")
+    assert result.exit_code == 0, result.output
+    assert "a stack runs already" in result.stdout
+    assert "without effect in Muster: --proxy-location" in result.stderr
