@@ -92,6 +92,18 @@ def test_methods_streams_and_models_are_as_on_a_stack() -> None:
         handle.items.remote(3).result(WAIT_S)
 
 
+def test_a_handle_is_of_one_replica_that_a_broadcast_calls_and_mistakes_about_streams_are_type_errors() -> (
+    None
+):
+    handle = run(Multiplier.bind(2))
+    assert handle.is_initialized
+    assert handle.running_replicas_populated()
+    assert handle.broadcast("__call__", 4).results(timeout_s=WAIT_S) == [8]
+    assert asyncio.run(handle.broadcast("fail").results_async(return_exceptions=True))[0].args == ("three", 2)
+    with pytest.raises(TypeError, match="did not return a generator"):
+        list(handle.options(stream=True).remote(1))
+
+
 def test_a_call_can_be_cancelled_and_has_its_deadline() -> None:
     handle = run(Multiplier.bind(2))
     response = handle.sleep.remote()
