@@ -62,7 +62,7 @@ SNAPSHOT = SUBJECTS.snapshots.replace(">", "endpoints.shop.digits")
 EVENT = SUBJECTS.event("goal", "g7")
 WAKE = SUBJECTS.wake(BackendTag("shop/digits"))
 LOGGING = ("controller", "proxy", "host", "replica")
-ROLES = ("controller", "proxy", "host", "replica", "client", "admin")
+ROLES = ("controller", "proxy", "host", "replica", "client", "caller", "admin")
 ALL_BUT_CONTROLLER = ROLES[1:]
 NAMES_HERE = {**NAMES, Role.REPLICA: tokens(REPLICA_TAG)}
 PROCESS_OF = {"controller": "c1", "proxy": "proxy-1", "host": "host-1", "replica": REPLICA_TAG}
@@ -208,6 +208,8 @@ ALLOWED = [
     ("client", "PUB", SUBJECTS.call(ENDPOINT)),
     ("client", "SUB", SUBJECTS.all_models),
     ("proxy", "PUB", inbox("client")),
+    ("caller", "PUB", SUBJECTS.call(ENDPOINT)),
+    ("proxy", "PUB", inbox("caller")),
     ("admin", "PUB", SUBJECTS.admin("deploy")),
     ("admin", "PUB", SUBJECTS.call(ENDPOINT)),
     ("admin", "PUB", "$SRV.PING"),
@@ -231,7 +233,7 @@ ALLOWED = [
 
 DENIED = [
     # only the admin commands
-    *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client")),
+    *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client", "caller")),
     # only the controller hears them
     *((role, "SUB", SUBJECTS.admin("deploy")) for role in ALL_BUT_CONTROLLER),
     # only the controller writes snapshots, tells hosts their goals and says who leads
@@ -241,7 +243,7 @@ DENIED = [
     # JetStream delivers past all permissions, so who routes may not tell it where to; and nobody forges what it says
     *(
         (role, "PUB", subject)
-        for role in ("proxy", "host", "replica", "client")
+        for role in ("proxy", "host", "replica", "client", "caller")
         for subject in (
             f"$JS.API.CONSUMER.CREATE.{STREAM}",
             f"$JS.API.CONSUMER.CREATE.{STREAM}.name.x",
@@ -252,13 +254,18 @@ DENIED = [
         )
     ),
     *((role, "PUB", SNAPSHOT) for role in ROLES),
-    *((role, "SUB", SUBJECTS.snapshots) for role in ("host", "admin")),
+    *((role, "SUB", SUBJECTS.snapshots) for role in ("host", "caller", "admin")),
+    ("caller", "SUB", SUBJECTS.all_models),
+    *(
+        ("caller", "PUB", subject)
+        for subject in (f"$JS.API.DIRECT.GET.{STREAM}", f"$JS.API.STREAM.INFO.{STREAM}")
+    ),
     # only the controller tells what happened, and only the admin hears it
     *((role, "PUB", EVENT) for role in ALL_BUT_CONTROLLER),
-    *((role, "SUB", EVENT) for role in ("proxy", "host", "replica", "client")),
+    *((role, "SUB", EVENT) for role in ("proxy", "host", "replica", "client", "caller")),
     *(
         (role, "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x")
-        for role in ("proxy", "host", "replica", "client")
+        for role in ("proxy", "host", "replica", "client", "caller")
     ),
     # only the controller manages streams
     *(
@@ -269,28 +276,31 @@ DENIED = [
     ),
     *((role, "PUB", "$JS.API.CONSUMER.CREATE.OTHER.name.x") for role in ALL_BUT_CONTROLLER),
     # nobody reports in another's name
-    *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "client", "admin", "controller")),
-    *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "admin", "controller")),
+    *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "client", "caller", "admin", "controller")),
+    *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "caller", "admin", "controller")),
     # nobody else wakes a backend, or hears who waits
-    *((role, "PUB", WAKE) for role in ("controller", "host", "admin")),
+    *((role, "PUB", WAKE) for role in ("controller", "host", "caller", "admin")),
     *((role, "SUB", SUBJECTS.wakes) for role in ALL_BUT_CONTROLLER),
     # nobody logs in another's name, reads what others log, or asks for it
     *(
         (role, "PUB", subject)
-        for role in (*LOGGING, "client", "admin")
+        for role in (*LOGGING, "client", "caller", "admin")
         for kind in LOGGING
         for subject in (SUBJECTS.log(kind, "p1"), SUBJECTS.recalled_log("t1", kind))
         if role != kind
     ),
-    *((role, "SUB", SUBJECTS.logs()) for role in (*LOGGING, "client")),
-    *((role, "PUB", SUBJECTS.log_replay) for role in (*LOGGING, "client")),
+    *((role, "SUB", SUBJECTS.logs()) for role in (*LOGGING, "client", "caller")),
+    *((role, "PUB", SUBJECTS.log_replay) for role in (*LOGGING, "client", "caller")),
     # requests are between proxies and replicas
-    *((role, "PUB", REPLICA) for role in ("controller", "host", "admin")),
-    *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "client", "admin")),
-    *((role, "SUB", SUBJECTS.calls) for role in ("controller", "host", "replica", "client", "admin")),
+    *((role, "PUB", REPLICA) for role in ("controller", "host", "caller", "admin")),
+    *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "client", "caller", "admin")),
+    *(
+        (role, "SUB", SUBJECTS.calls)
+        for role in ("controller", "host", "replica", "client", "caller", "admin")
+    ),
     # answers are private; the plain inbox belongs to foreign clients, which are admins
     *((role, "SUB", f"_INBOX_{other}.>") for role in ROLES for other in ROLES if role != other),
-    *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica", "client")),
+    *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica", "client", "caller")),
     # a replica runs users' code: it answers its callers and nobody else
     ("replica", "PUB", inbox("controller")),
     ("replica", "PUB", inbox("host")),
@@ -735,3 +745,35 @@ async def test_the_system_user_sees_the_server_and_not_the_instance(server: Serv
 async def test_a_message_above_the_payload_limit_is_refused(connect: Connect) -> None:
     proxy = await connect("proxy")
     assert proxy.max_payload == 1 << 20
+
+
+@pytest.mark.parametrize("role", ["caller", "client", "replica"])
+async def test_a_proxy_learns_that_its_caller_left_by_the_next_message_to_it(
+    role: str, connect: Connect
+) -> None:
+    proxy, caller = await connect("proxy"), await connect(role)
+    calls: asyncio.Queue[Msg] = asyncio.Queue()
+    pieces: asyncio.Queue[Msg] = asyncio.Queue()
+    left: asyncio.Queue[Msg] = asyncio.Queue()
+    back = inbox("proxy")
+    await proxy.subscribe(SUBJECTS.calls, cb=calls.put)
+    await proxy.subscribe(back, cb=left.put)
+    await proxy.flush()
+    own = f"{inbox(role)}.{role}"
+    subscription = await caller.subscribe(own, cb=pieces.put)
+    await until_known(caller)
+    await caller.publish(SUBJECTS.call(ENDPOINT), b"", reply=own)
+    async with asyncio.timeout(20):
+        call = await calls.get()
+        for number in range(3):
+            await proxy.publish(call.reply, b"%d" % number, reply=back)
+            assert (await pieces.get()).data == b"%d" % number
+        assert left.empty()
+        await subscription.unsubscribe()
+        await caller.flush()
+        while left.empty():
+            await proxy.publish(call.reply, b"", reply=back)
+            await asyncio.sleep(0.3)
+        headers = (await left.get()).headers
+    assert headers is not None
+    assert headers["Status"] == "503"

@@ -90,6 +90,16 @@ FORBIDDEN = [
     ("client", "PUB", "serve.snapshot.endpoints.shop.till"),
     ("client", "PUB", "$KV.serve-snapshots.endpoints.shop.till"),
     ("client", "PUB", f"{CREATE}.deputy"),
+    # A program outside that calls.
+    ("caller", "SUB", "serve.replica.>"),
+    ("caller", "SUB", "serve.call.>"),
+    ("caller", "SUB", "_INBOX_client.>"),
+    ("caller", "SUB", "serve.snapshot.>"),
+    ("caller", "PUB", "serve.replica.shop.till.1"),
+    ("caller", "PUB", "serve.wake.shop.till"),
+    ("caller", "PUB", "serve.admin.shutdown"),
+    ("caller", "PUB", "$SRV.PING"),
+    ("caller", "PUB", f"{CREATE}.deputy"),
     # Who stole a proxy's key, and comes as that very proxy.
     ("proxy", "SUB", "serve.admin.>"),
     ("proxy", "SUB", "serve.replica.>"),

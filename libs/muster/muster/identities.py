@@ -31,7 +31,8 @@ OPERATOR_FILE: Final = "nats_operator.json"
 SERVER_FILE: Final = "nats_identities.conf"
 """The file that nats.conf includes as ``identities.conf``. Holds public keys and signed tokens, no secret."""
 CREDENTIALS: Final = {
-    role: f"{role.value}.creds" for role in (Role.CONTROLLER, Role.ADMIN, Role.CLIENT, Role.SYSTEM)
+    role: f"{role.value}.creds"
+    for role in (Role.CONTROLLER, Role.ADMIN, Role.CLIENT, Role.CALLER, Role.SYSTEM)
 }
 """Credentials files in NATS' own format, for roles that are one user."""
 KEYS: Final = {Role.HOST: ("host.keys", (Role.HOST, Role.REPLICA)), Role.PROXY: ("proxy.keys", (Role.PROXY,))}
@@ -87,15 +88,25 @@ def rotate_role(keys: OperatorKeys, role: Role, *, random_bytes: Callable[[int],
     return msgspec.structs.replace(keys, signing_keys={**keys.signing_keys, role: fresh}, users=users)
 
 
+def add_new_roles(keys: OperatorKeys, *, random_bytes: Callable[[int], bytes]) -> OperatorKeys:
+    """Add keys for roles that did not exist when ``keys`` were made; all others stay as they are."""
+    fresh = make_operator(keys.subject_prefix, now=keys.created_at, random_bytes=random_bytes)
+    return msgspec.structs.replace(
+        keys,
+        signing_keys={**fresh.signing_keys, **keys.signing_keys},
+        users={**fresh.users, **keys.users},
+    )
+
+
 def encode_operator_keys(keys: OperatorKeys) -> str:
     """The content of `OPERATOR_FILE`."""
     return msgspec.json.format(msgspec.json.encode(keys), indent=2).decode() + "\n"
 
 
-def decode_operator_keys(text: str) -> OperatorKeys:
-    """Decode what `encode_operator_keys` returned. Raises `OperatorUnusable`."""
+def decode_operator_keys(text: str, *, random_bytes: Callable[[int], bytes]) -> OperatorKeys:
+    """Decode what `encode_operator_keys` returned, with keys for new roles. Raises `OperatorUnusable`."""
     try:
-        keys = msgspec.json.decode(text, type=OperatorKeys)
+        keys = add_new_roles(msgspec.json.decode(text, type=OperatorKeys), random_bytes=random_bytes)
         derive_files(keys)
     except (msgspec.DecodeError, KeyUnusable, KeyError) as error:
         raise OperatorUnusable("is not a file of an operator's keys, or not a whole one") from error

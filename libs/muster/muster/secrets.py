@@ -118,7 +118,9 @@ def _operator(made: Secrets, subject_prefix: str, rotate: Role | None) -> identi
     path = made.path(identities.OPERATOR_FILE)
     if path.exists():
         try:
-            keys = identities.decode_operator_keys(path.read_text(encoding="utf-8"))
+            keys = identities.decode_operator_keys(
+                path.read_text(encoding="utf-8"), random_bytes=secrets.token_bytes
+            )
         except (UnicodeDecodeError, identities.OperatorUnusable) as error:
             raise SecretUnusable(f"{path} {error}") from error
     else:

@@ -136,6 +136,7 @@ class Proxy:
             self._ingress,
             self._bus,
             subjects,
+            inbox,
             request_timeout_s=lambda: self._live_options.options.request_timeout_s,
             new_request_id=new_request_id,
             wall_now=SystemClock().now,

@@ -16,7 +16,7 @@ import nats
 from serve_common.config.backend import EndpointOptions, HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.nats.client import close_nats
-from serve_common.protocol.frames import ErrorHead
+from serve_common.protocol.frames import BodyHead, ErrorHead, ResponseHead
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_common.protocol.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
@@ -226,13 +226,22 @@ async def running_stack(server: NatsServer, **options) -> AsyncIterator[Stack]:
 class CallReplica(FakeReplica):
     """Serves plain NATS calls, which bear no path: the body says what becomes of it.
 
-    ``hold`` waits to be released, ``raise`` fails, ``big`` is answered with 3 MiB; else it echoes.
+    ``hold`` waits to be released, ``raise`` fails, ``big`` is answered with 3 MiB, ``drip`` with a first piece until
+    `drip` sends more, ``head`` with what came beside it; else it echoes.
     """
 
     def _work(self, held: Held) -> None:
         match bytes(held.body):
             case b"hold":
                 return
+            case b"drip":
+                self.send(held, ResponseHead(200, [], False, 0), b"first")
+            case b"head":
+                head = held.head
+                names = [name.decode() for name, _ in head.headers]
+                self._finish(
+                    held, msgspec.json.encode([head.method, head.route, head.path, head.query, names])
+                )
             case b"raise":
                 self.send(held, ErrorHead("user_code_raised", 500, "ValueError: not this", 0))
                 self.held.pop(held.reply, None)
@@ -244,6 +253,14 @@ class CallReplica(FakeReplica):
                 self.held.pop(held.reply, None)
             case body:
                 self._finish(held, body)
+
+    def drip(self, body: bytes, *, last: bool = False) -> None:
+        """The next piece of each answer that drips."""
+        for held in list(self.held.values()):
+            self.send(held, BodyHead(held.sequence, last), body)
+            held.sequence += 1
+            if last:
+                self.held.pop(held.reply)
 
 
 async def serve_calls(stack: Stack) -> CallReplica:

@@ -296,8 +296,8 @@ def secrets(
         typer.Option(
             "--rotate",
             metavar="ROLE",
-            help="Replace the keys of this role: controller, host, admin, proxy, replica, client, or system (the "
-            "servers' own state, for operators).",
+            help="Replace the keys of this role: controller, host, admin, proxy, replica, client, caller, or system "
+            "(the servers' own state, for operators).",
         ),
     ] = None,
     subject_prefix: Annotated[

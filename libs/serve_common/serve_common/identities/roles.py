@@ -45,6 +45,7 @@ class Role(enum.Enum):
     PROXY = "proxy"
     REPLICA = "replica"
     CLIENT = "client"
+    CALLER = "caller"
     SYSTEM = "system"
 
 
@@ -283,6 +284,7 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                         "_INBOX_admin.>",
                         "_INBOX_replica.>",
                         "_INBOX_client.>",
+                        "_INBOX_caller.>",
                     ),
                     subscribe=(
                         f"{prefix}.call.>",
@@ -326,12 +328,21 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
         case Role.CLIENT:
             # Programs outside of replicas that hold deployment handles: they route by themselves, as proxies do. What
             # they send is pickled, and a program that can send pickles to a replica runs code there: these credentials
-            # are worth as much as the right to deploy. Programs that only call models should use HTTP.
+            # are worth as much as the right to deploy. Programs that only call models come as callers, or use HTTP.
             return RoleRights(
                 account=AccountName.CLIENT,
                 permissions=Permissions(
                     publish=(f"{prefix}.replica.>", f"{prefix}.call.>", f"{prefix}.wake.>", *reads_bucket),
                     subscribe=(f"{prefix}.models.>", bucket_changes, f"{inbox_prefix(Role.CLIENT)}.>"),
+                ),
+                limits=UserLimits(subscriptions=64),
+            )
+        case Role.CALLER:
+            # Programs that only call endpoints, with any NATS client: bytes to a proxy, which are never unpickled.
+            return RoleRights(
+                account=AccountName.CLIENT,
+                permissions=Permissions(
+                    publish=(f"{prefix}.call.>",), subscribe=(f"{inbox_prefix(Role.CALLER)}.>",)
                 ),
                 limits=UserLimits(subscriptions=64),
             )
@@ -367,6 +378,7 @@ def crossings(prefix: str) -> Iterator[Crossing]:
     yield Crossing(data, Share(subject=f"{prefix}.log.>"), (control,))
     yield Crossing(data, Share(subject=f"{prefix}.models.>"), (client,))
     yield Crossing(data, Share(subject=f"{inbox_prefix(Role.CLIENT)}.>"), (client,))
+    yield Crossing(data, Share(subject=f"{inbox_prefix(Role.CALLER)}.>"), (client,))
     yield Crossing(client, Share(subject=f"{prefix}.replica.>"), (data,))
     yield Crossing(client, Share(subject=f"{prefix}.call.>"), (data,))
     yield Crossing(client, Share(subject=f"{prefix}.wake.>"), (control,))

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, final
 
 import structlog
 
 from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, can_repeat
-from serve_common.dispatch.calls import RequestSpec, Response
+from serve_common.dispatch.calls import Replies, RequestSpec, Response
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ServeError
 from serve_common.nats.connection import BusConnection
-from serve_common.nats.options import NatsProtocolError, NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.nats.options import (
+    InboxFull,
+    NatsProtocolError,
+    NotConnected,
+    OutboundFull,
+    PayloadTooLarge,
+)
 from serve_common.nats.protocol import Subscription, encode_headers, parse_headers
 from serve_common.protocol.frames import CallHead
 from serve_common.protocol.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
+from serve_proxy.core.call_headers import (
+    DEFAULT_TARGET,
+    HEARTBEATS,
+    STREAM,
+    CallTarget,
+    take_target,
+    wants_pieces,
+)
 from serve_proxy.core.headers import (
     REQUEST_ID,
     ObservedRequest,
@@ -36,8 +51,10 @@ from serve_proxy.shell.request_observers import RequestTraces
 
 _log = structlog.get_logger(__name__)
 
-WANTS_STREAM: Final = "x-serve-stream"
-"""Request header: any value but ``0`` and ``false`` requests a response in several messages, the last one empty."""
+HEARTBEAT: Final = "X-Serve-Heartbeat"
+"""Header of an empty message that ends nothing."""
+HEARTBEAT_S: Final = 0.5
+"""Seconds of silence after which a heartbeat is sent to who wants them."""
 _ERROR_TEXT_MAX: Final = 500
 _HEADERS_BYTES_MAX: Final = 1024
 
@@ -53,53 +70,100 @@ class PlainReplies:
 
     Why an empty message ends a response in pieces: NATS' clients know it as the sentinel of "request many", so that a
     large or streamed response needs no code of the caller's own.
+
+    Why each piece has a reply subject: NATS answers there when nobody subscribes to the caller's inbox any more, which
+    is how a stream learns that its caller left. A caller need not do anything for it.
     """
 
-    def __init__(self, bus: BusConnection) -> None:
+    def __init__(self, bus: BusConnection, inbox: Replies) -> None:
         self._bus = bus
+        self._inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._lost = RateLimitedLogger(_log.warning)
 
-    async def send(
-        self, reply: bytes, upstream: Response, request_id: str, deadline: float, *, in_pieces: bool
-    ) -> None:
-        """Send a response by ``deadline`` (loop time): in one message, or ``in_pieces`` followed by an empty one.
+    async def send(self, reply: bytes, upstream: Response, request_id: str, deadline: float) -> None:
+        """Send a response in one message, by ``deadline`` (loop time).
 
         Raises `ResponseUnusable` for one that is invalid or too large, `DeadlineExceeded`, and the errors of the
         response's stream; the error must then still be sent to the caller.
         """
         headers = _response_headers(upstream, request_id)
-        if upstream.stream is None and not in_pieces:
+        if upstream.stream is None:
             self._publish(reply, self._fitting(bytes(upstream.body)), headers)
             return
         try:
             async with asyncio.timeout_at(deadline):
-                if in_pieces:
-                    await self._send_pieces(reply, upstream, headers)
-                else:
-                    self._publish(reply, await self._whole_body(upstream), headers)
+                self._publish(reply, await self._whole_body(upstream), headers)
         except TimeoutError as error:
             raise DeadlineExceeded("the answer did not end within the call's deadline") from error
 
-    def send_problem(self, reply: bytes, problem: Problem, request_id: str) -> None:
-        """Send an error. It also ends a response that was started in pieces."""
-        headers = [
-            ("Content-Type", "application/json"),
-            (REQUEST_ID, request_id),
-            *_error_headers(problem.status, problem.message),
-        ]
-        self._publish(reply, encode_problem(problem, request_id), headers)
+    async def send_pieces(
+        self, reply: bytes, upstream: Response, request_id: str, *, silence_s_max: float, has_heartbeats: bool
+    ) -> bool:
+        """Send a response in pieces followed by an empty message; False if its caller left before the end.
 
-    async def _send_pieces(self, reply: bytes, upstream: Response, headers: TextHeaders) -> None:
+        It may last as long as it likes, as over HTTP. A caller who wants no heartbeats is only noticed to be gone when
+        a piece is sent, so that such a stream may not be silent for longer than ``silence_s_max``.
+        Raises as `send`.
+        """
+        headers = _response_headers(upstream, request_id)
+        try:
+            async with asyncio.timeout(None) as scope:
+                with self._watched(reply, scope, has_heartbeats=has_heartbeats) as watch:
+                    await self._send_pieces(
+                        upstream, headers, watch, None if has_heartbeats else silence_s_max
+                    )
+        except TimeoutError as error:
+            if watch.is_gone:
+                return False
+            message = f"the answer was silent for {silence_s_max:g} s, and its caller wants no heartbeats"
+            raise DeadlineExceeded(message) from error
+        return True
+
+    def send_problem(self, reply: bytes, problem: Problem, request_id: str, *, in_pieces: bool) -> None:
+        """Send an error; ``in_pieces`` an empty message with the same error follows, as the end of the stream."""
+        errors = _error_headers(problem.status, problem.message)
+        headers = [("Content-Type", "application/json"), (REQUEST_ID, request_id), *errors]
+        self._publish(reply, encode_problem(problem, request_id), headers)
+        if in_pieces:
+            self._publish(reply, b"", [(REQUEST_ID, request_id), *errors])
+
+    @contextmanager
+    def _watched(
+        self, reply: bytes, scope: asyncio.Timeout, *, has_heartbeats: bool
+    ) -> Iterator[_CallerWatch]:
+        def publish(body: bytes, headers: TextHeaders, back: bytes) -> None:
+            self._publish(reply, body, headers, back)
+
+        watch = _CallerWatch(publish, scope, has_heartbeats=has_heartbeats)
+        try:
+            token, watch.back = self._inbox.new_reply(lambda *_: None, watch.leave)
+        except InboxFull as error:
+            raise NoReplicaAvailable(str(error)) from error
+        try:
+            yield watch
+        finally:
+            watch.close()
+            self._inbox.forget(token)
+
+    async def _send_pieces(
+        self, upstream: Response, headers: TextHeaders, watch: _CallerWatch, silence_s_max: float | None
+    ) -> None:
         limit = self._limit
-        piece: memoryview | None = upstream.body if upstream.stream is None else await upstream.stream.read()
+        piece: memoryview | None = upstream.body
+        if upstream.stream is not None:
+            watch.limit_silence(silence_s_max)
+            piece = await upstream.stream.read()
         while piece is not None:
             for at in range(0, len(piece), limit):
-                self._publish(reply, bytes(piece[at : at + limit]), headers)
+                watch.send(bytes(piece[at : at + limit]), headers)
                 headers = []  # they come with the first message only
                 await self._wait_writable()
-            piece = None if upstream.stream is None else await upstream.stream.read()
-        self._publish(reply, b"", headers)
+            if upstream.stream is None:
+                break
+            watch.limit_silence(silence_s_max)
+            piece = await upstream.stream.read()
+        watch.send(b"", headers)
 
     async def _whole_body(self, upstream: Response) -> bytes:
         assert upstream.stream is not None
@@ -127,16 +191,59 @@ class PlainReplies:
         except NotConnected as error:
             raise ResponseUnusable(f"the answer was lost: {error}") from error
 
-    def _publish(self, reply: bytes, body: bytes, headers: TextHeaders) -> None:
+    def _publish(self, reply: bytes, body: bytes, headers: TextHeaders, back: bytes = b"") -> None:
         try:
-            self._bus.publish(reply, body, headers=encode_headers(headers) if headers else None)
+            self._bus.publish(reply, body, back, encode_headers(headers) if headers else None)
         except (NotConnected, OutboundFull, PayloadTooLarge, NatsProtocolError) as error:
             self._lost.log(self._loop.time(), "reply_lost", reason=str(error))
 
 
+@final
+class _CallerWatch:
+    """Sends the pieces of one stream, and ends ``scope`` when their caller left."""
+
+    def __init__(
+        self,
+        publish: Callable[[bytes, TextHeaders, bytes], None],
+        scope: asyncio.Timeout,
+        *,
+        has_heartbeats: bool,
+    ) -> None:
+        self.is_gone = False
+        self.back = b""
+        """Where NATS reports that nobody receives the pieces."""
+        self._publish = publish
+        self._scope = scope
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._beat) if has_heartbeats else None
+
+    def send(self, body: bytes, headers: TextHeaders) -> None:
+        self._sent_at = self._loop.time()
+        self._publish(body, headers, self.back)
+
+    def limit_silence(self, seconds: float | None) -> None:
+        if not self.is_gone:
+            self._scope.reschedule(None if seconds is None else self._loop.time() + seconds)
+
+    def leave(self) -> None:
+        self.is_gone = True
+        self._scope.reschedule(self._loop.time())
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now - self._sent_at >= HEARTBEAT_S:
+            self.send(b"", [(HEARTBEAT, "1")])
+        self._timer = self._loop.call_at(self._sent_at + HEARTBEAT_S, self._beat)
+
+
 def _too_large(limit: int) -> str:
     return (
-        f"the answer does not fit into one message of {limit} bytes; ask for several with the header {WANTS_STREAM}, "
+        f"the answer does not fit into one message of {limit} bytes; ask for several with the header {STREAM}, "
         "or use HTTP"
     )
 
@@ -162,7 +269,7 @@ def _error_headers(status: int, message: str) -> TextHeaders:
 
 CALLS_MAX: Final = 2_000
 """Maximum plain calls in flight in this process."""
-_METHOD: Final = "POST"
+_CONTENT_TYPE: Final = b"content-type"
 _FALSE_VALUES: Final = frozenset((b"", b"0", b"false"))
 
 
@@ -175,6 +282,7 @@ class Gateway:
         ingress: Ingress,
         bus: BusConnection,
         subjects: Subjects,
+        inbox: Replies,
         *,
         request_timeout_s: Callable[[], float],
         new_request_id: Callable[[], str],
@@ -192,7 +300,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner("gateway")
         self._subscription: Subscription | None = None
-        self._replies = PlainReplies(bus)
+        self._replies = PlainReplies(bus, inbox)
         self.dropped_calls = 0
         """Calls dropped because their reply subject is not an inbox."""
         self._dropped = RateLimitedLogger(_log.warning)
@@ -225,10 +333,11 @@ class Gateway:
             return
         if len(self._tasks) >= CALLS_MAX:
             problem = build_problem(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
-            self._replies.send_problem(reply, problem, "")
+            self._replies.send_problem(reply, problem, "", in_pieces=wants_pieces(headers))
             return
         if not self._ingress.memory.admit(len(payload)):
-            self._replies.send_problem(reply, build_problem(BodiesFull()), "")
+            problem = build_problem(BodiesFull())
+            self._replies.send_problem(reply, problem, "", in_pieces=wants_pieces(headers))
             return
         self._tasks.start(self._respond(subject, reply, payload, headers), name="call")
 
@@ -236,6 +345,7 @@ class Gateway:
         started_at = time.perf_counter()  # the loop's own time stands still within an iteration
         stats = self._ingress.routes.unmatched
         status = CLIENT_GONE
+        target = DEFAULT_TARGET
         request_id = self._new_request_id()
         trace: ObservedRequest | None = None
         problem: Problem | None = None
@@ -248,34 +358,45 @@ class Gateway:
                 trace = read.observer
             endpoint = self._ingress.admit_call(tag)
             stats = endpoint.stats
-            in_pieces = get_header_value(read, WANTS_STREAM).lower() not in _FALSE_VALUES
-            spec = self._build_request(endpoint, read, payload, request_id)
+            target = take_target(read)
+            spec = self._build_request(endpoint, read, target, payload, request_id)
             call, upstream = await self._ingress.send(spec)
+            is_received = True
             try:
-                await self._replies.send(reply, upstream, request_id, spec.deadline, in_pieces=in_pieces)
+                if target.stream in _FALSE_VALUES:
+                    await self._replies.send(reply, upstream, request_id, spec.deadline)
+                else:
+                    is_received = await self._replies.send_pieces(
+                        reply,
+                        upstream,
+                        request_id,
+                        silence_s_max=self._request_timeout_s(),
+                        has_heartbeats=target.stream == HEARTBEATS,
+                    )
             finally:
                 if upstream.stream is not None:
                     self._ingress.abandon(call)
-            status = upstream.status
+            if is_received:
+                status = upstream.status
         except ServeError as error:
             problem = build_problem(error)
             status = problem.status
-            self._replies.send_problem(reply, problem, request_id)
+            self._replies.send_problem(reply, problem, request_id, in_pieces=wants_pieces(headers))
         except Exception as error:  # noqa: BLE001 - the caller must get a response; it is logged
             _log.exception("call_failed", request_id=request_id)
             status = 500
             problem = Problem(
                 status=500, code="internal", message=f"the gateway failed: {type(error).__name__}"
             )
-            self._replies.send_problem(reply, problem, request_id)
+            self._replies.send_problem(reply, problem, request_id, in_pieces=wants_pieces(headers))
         finally:
             self._ingress.memory.leave(len(payload))
-            stats.add(_METHOD, status, time.perf_counter() - started_at)
+            stats.add(target.method, status, time.perf_counter() - started_at)
             if trace is not None:
                 trace.ended(status, problem)
 
     def _build_request(
-        self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str
+        self, endpoint: Endpoint, read: RequestHeaders, target: CallTarget, payload: bytes, request_id: str
     ) -> RequestSpec:
         """Build the request of a call, by the same headers as for HTTP. Raises `BadField`, `DeadlineExceeded`."""
         options = endpoint.options
@@ -284,15 +405,15 @@ class Gateway:
             read, now + self._request_timeout_s(), options.relative_slo_ms, now=now, wall_now=self._wall_now()
         )
         forwarded = read.forwarded
-        if not any(name == b"content-type" for name, _ in forwarded):
-            forwarded.append((b"content-type", b"application/json"))
+        if not any(name == _CONTENT_TYPE for name, _ in forwarded):
+            forwarded.append((_CONTENT_TYPE, b"application/json"))
         model_id = read.model_id
         return RequestSpec(
             endpoint=endpoint,
-            method=_METHOD,
-            path="/",
+            method=target.method,
+            path=target.path,
             route="",
-            query="",
+            query=target.query,
             headers=forwarded,
             body=payload,
             request_id=request_id,
@@ -300,7 +421,7 @@ class Gateway:
             call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
             shard_key=get_header_value(read, options.shard_key_header).decode("latin-1"),
             backend_tag=endpoint.select_backend(get_header_value(read, options.backend_header)),
-            is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
+            is_repeatable=can_repeat(target.method, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
             trace=read.observer,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -141,7 +143,7 @@ def test_equal_keys_give_equal_files_and_no_service_gets_a_secret_of_another() -
     keys = operator()
     files = identities.derive_files(keys)
     assert files == identities.derive_files(
-        identities.decode_operator_keys(identities.encode_operator_keys(keys))
+        identities.decode_operator_keys(identities.encode_operator_keys(keys), random_bytes=os.urandom)
     )
     assert set(files) == set(identities.FILES)
     seeds = {*keys.accounts.values(), *keys.signing_keys.values(), *keys.users.values(), keys.operator}
@@ -190,7 +192,7 @@ def test_rotating_a_role_changes_what_proves_it_and_nothing_else() -> None:
 @pytest.mark.parametrize("text", ["", "{}", "null", '{"operator": "SO"}'])
 def test_what_is_no_operator_is_refused(text: str) -> None:
     with pytest.raises(identities.OperatorUnusable):
-        identities.decode_operator_keys(text)
+        identities.decode_operator_keys(text, random_bytes=os.urandom)
 
 
 def test_every_subject_has_the_prefix_that_was_asked_for() -> None:
@@ -282,3 +284,17 @@ def test_what_nobody_can_be_called_is_refused(called: str) -> None:
         check_may_call([called], "may_call")
     with pytest.raises(BadField, match="at most"):
         check_may_call(["a"] * 101, "may_call")
+
+
+def test_keys_that_were_made_before_a_role_existed_get_its_keys_and_lose_none() -> None:
+    keys = identities.make_operator("serve", now=1_000.0, random_bytes=os.urandom)
+    old = msgspec.to_builtins(keys)
+    for seeds in (old["signing_keys"], old["users"]):
+        del seeds["caller"]
+    read = identities.decode_operator_keys(json.dumps(old), random_bytes=os.urandom)
+    assert "caller.creds" in identities.derive_files(read)
+    without = {
+        name: {role: seed for role, seed in getattr(read, name).items() if role is not Role.CALLER}
+        for name in ("signing_keys", "users")
+    }
+    assert msgspec.structs.replace(read, **without) == msgspec.convert(old, identities.OperatorKeys)
