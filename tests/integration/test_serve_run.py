@@ -199,15 +199,17 @@ class Main:
         }
 
 
-serve.run(Main.bind(serve.deployment(Model).bind(), helpers.Thing(7)), name="files", route_prefix="/files")
+serve.run(Main.bind(Model.bind(), helpers.Thing(7)), name="files", route_prefix="/files")
 """
 FILES = {
     "helpers.py": "class Thing:\n    def __init__(self, n):\n        self.n = n\ndef tell(thing):\n    return thing.n",
     "lazy.py": "VALUE = 'later'",
     "mylib/__init__.py": "",
     "mylib/model.py": (
-        "from pathlib import Path\nfrom mylib.sub.factor import FACTOR\nclass Model:\n"
+        "from pathlib import Path\nimport muster as serve\nfrom mylib.sub.factor import FACTOR\n"
+        "@serve.deployment(ray_actor_options={'num_cpus': 0.1})\nclass Model:\n"
         "    def __call__(self, n):\n"
+        "        assert 'code-' in __file__, __file__\n"
         "        return [n * FACTOR, Path(__file__).with_name('data.txt').read_text()]"
     ),
     "mylib/data.txt": "in the package",

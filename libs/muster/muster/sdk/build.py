@@ -157,7 +157,12 @@ def build_app(
     for deployment_name, each, _ in builder.order:
         bound = configure(deployment_name, each.bound_deployment)
         code = dump_code(
-            bound.func_or_class, bound.init_args, bound.init_kwargs, name=deployment_name, replace=replace
+            bound.func_or_class,
+            bound.init_args,
+            bound.init_kwargs,
+            name=deployment_name,
+            replace=replace,
+            files=files.travelling,
         )
         runtime_env = bound.ray_actor_options.get("runtime_env", {})
         deployments.append(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import hashlib
 import io
+import os
 import pickle
 import re
 import struct
@@ -31,6 +32,7 @@ from serve_common.protocol.code import check_size, code_header
 # A FastAPI application has one; unpickled as usual, its __getattr__ would look for itself without end.
 copyreg.pickle(State, lambda state: (State, (vars(state)["_state"],)))
 
+_NO_FILES: Final[Mapping[str, str]] = types.MappingProxyType({})
 _ATOMS: Final = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _DEPTH_MAX: Final = 12
 
@@ -39,6 +41,23 @@ class CodeUnpicklable(BadField):
     """The code or its arguments cannot be pickled; the field is the path to what cannot."""
 
     error_code = "code_unpicklable"
+
+
+def find_file(name: str) -> str:
+    """The path of a file that travelled, in the replica's process; ``name`` itself when it is not there."""
+    paths = (os.path.join(place, name) for place in sys.path)  # noqa: PTH118 - places may be anything
+    return next((path for path in paths if os.path.isfile(path)), name)  # noqa: PTH113 - as above
+
+
+@final
+class _TravellingFile:
+    """Takes the place of a path that is another one in the replica's process."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
+        return find_file, (self._name,)
 
 
 _Pickler: Any = pickle._Pickler  # noqa: SLF001 - the documented one is in C, and orders nothing
@@ -56,19 +75,36 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
     dispatch_table = _Reducers.dispatch_table
     dispatch: dict[type[Any], Any] = dict(_Pickler.dispatch)  # noqa: RUF012 - the base's attribute
     _function_reduce = _Reducers._function_reduce  # noqa: SLF001 - cloudpickle has no other way in
-    _function_getnewargs = _Reducers._function_getnewargs  # noqa: SLF001 - as above
 
-    def __init__(self, file: io.BytesIO, replace: Callable[[Any], Any] | None = None) -> None:
-        """``replace`` returns what is pickled in place of an object, or the object itself."""
+    def __init__(
+        self,
+        file: io.BytesIO,
+        replace: Callable[[Any], Any] | None = None,
+        files: Mapping[str, str] = _NO_FILES,
+    ) -> None:
+        """``replace`` returns what is pickled instead of an object, or that itself; ``files`` as in `dump_code`."""
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.globals_ref: dict[int, dict[str, Any]] = {}
         self._replace = replace
         self._addresses: dict[int, int] = {}
         """Numbers of classes that Pydantic's schemas name, by their addresses."""
+        self._files = files
+
+    def _function_getnewargs(self, function: types.FunctionType) -> Any:
+        made = _Reducers._function_getnewargs(self, function)  # noqa: SLF001 - as above
+        self._relocate(made[1])
+        return made
+
+    def _relocate(self, names: dict[str, Any]) -> None:
+        """Let ``__file__`` among a function's globals be where its file is when they are loaded."""
+        place = self._files.get(str(names.get("__file__")))
+        if place is not None:
+            names["__file__"] = _TravellingFile(place)
 
     def _dynamic_function_reduce(self, function: types.FunctionType) -> Any:
         reduced = _Reducers._dynamic_function_reduce(self, function)  # noqa: SLF001 - as above
         make, arguments, (state, slots), *others = reduced
+        self._relocate(slots["__globals__"])
         slots["_cloudpickle_submodules"].sort(
             key=lambda module: module.__name__
         )  # in the order of imports else
@@ -86,7 +122,7 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
                 return reduced
             make, arguments, (state, slots), *others = reduced
             arguments = list(arguments)
-            arguments[_SKELETONS[make]] = None if value in _tracking else _track(value)
+            arguments[_SKELETONS[make]] = None if value in _tracking else _track(value, self._files)
             if "__dataclass_fields__" in state and (state.get("__doc__") or "").startswith(
                 f"{value.__name__}("
             ):
@@ -182,12 +218,12 @@ _tracking: Final[set[type[Any]]] = set()
 _lock: Final = threading.Lock()
 
 
-def _track(kind: type[Any]) -> str:
+def _track(kind: type[Any], files: Mapping[str, str]) -> str:
     """The id of a dynamic class, by which cloudpickle finds it again in a process that has it: it follows from its
     content, so instances that arrive from another process are of the class that the replica's code has."""
     _tracking.add(kind)
     try:
-        identity = hashlib.sha256(_dump(kind, None)).hexdigest()
+        identity = hashlib.sha256(_dump(kind, None, files)).hexdigest()
     finally:
         _tracking.discard(kind)
     with reducers._DYNAMIC_CLASS_TRACKER_LOCK:  # noqa: SLF001 - as above
@@ -200,9 +236,9 @@ def _ordered(items: Any) -> list[Any]:
     return sorted(items, key=lambda item: _dump(item, None))
 
 
-def _dump(value: Any, replace: Callable[[Any], Any] | None) -> bytes:
+def _dump(value: Any, replace: Callable[[Any], Any] | None, files: Mapping[str, str] = _NO_FILES) -> bytes:
     with io.BytesIO() as file:
-        CodePickler(file, replace).dump(value)
+        CodePickler(file, replace, files).dump(value)
         return file.getvalue()
 
 
@@ -213,15 +249,17 @@ def dump_code(
     *,
     name: str,
     replace: Callable[[Any], Any] | None = None,
+    files: Mapping[str, str] = _NO_FILES,
 ) -> bytes:
     """Code that a replica makes the target and its arguments of again; equal bytes for equal code.
 
+    ``files`` that travel, by their paths here, have names there: ``__file__`` of code in them is where they are then.
     ``name`` of the deployment is for errors. Raises `CodeUnpicklable`, and `LimitReached` when it is too large.
     """
     content = (target, args, dict(kwargs))
     try:
         with _lock:
-            data = code_header(cloudpickle.__version__) + _dump(content, replace)
+            data = code_header(cloudpickle.__version__) + _dump(content, replace, files)
     except Exception as error:  # pickling runs the objects' own code
         with _lock:
             path, reason = _find_culprit(

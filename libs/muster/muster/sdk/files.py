@@ -75,7 +75,14 @@ class Files:
         self.archives: dict[str, bytes] = {}
         """Content by digest."""
         self._known: dict[tuple[str, tuple[str, ...]], str] = {}
-        self._siblings: str | None = None
+        siblings = find_siblings()
+        self.travelling: dict[str, str] = {
+            os.path.abspath(path): name  # noqa: PTH100 - as modules have it, links and all
+            for name, path in siblings.items()
+            if isinstance(path, Path)
+        }
+        """Files of the modules beside the program, by their paths: the names that they have in a replica."""
+        self._siblings = (self._add(pack(siblings, "the modules beside the program")),) if siblings else ()
 
     def package(self, runtime_env: Mapping[str, Any], where: str) -> PackagedEnvironment:
         """Archive what ``runtime_env`` names, and the modules beside the program; ``where`` is the path of it.
@@ -95,12 +102,10 @@ class Files:
         for installer in ("pip", "uv"):
             if installer in rest:
                 rest[installer] = _read_packages(rest[installer], f"{where}.{installer}")
-        if self._siblings is None:
-            beside = find_siblings()
-            self._siblings = self._add(pack(beside, "the modules beside the program")) if beside else ""
-        siblings = [self._siblings] if self._siblings else []
         return PackagedEnvironment(
-            runtime_env=rest, working_dir=working_dir, py_modules=tuple(dict.fromkeys(digests + siblings))
+            runtime_env=rest,
+            working_dir=working_dir,
+            py_modules=tuple(dict.fromkeys([*digests, *self._siblings])),
         )
 
     def _add(self, archive: bytes) -> str:

@@ -256,3 +256,27 @@ def test_what_is_installed_does_not_travel() -> None:
     tops = {name.partition("/")[0].removesuffix(".py") for name in found}
     assert "tests" in tops, "this very test is beside the program"
     assert not tops & {"muster", "serve_common", "pytest", "msgspec", "ray", "json"}
+
+
+LOCATED = """
+import hashlib, pickle, sys
+from package.model import Model
+from muster.sdk.code import dump_code
+from muster.sdk.files import Files
+from serve_common.protocol.code import strip_header
+import cloudpickle
+code = dump_code(Model.func_or_class, (), {}, name="m", files=Files().travelling)
+print(hashlib.sha256(code).hexdigest())
+sys.path.insert(0, sys.argv[1])
+target, _, _ = pickle.loads(strip_header(code, cloudpickle.__version__))
+print(target().where())
+"""
+
+
+def test_code_in_a_file_that_travels_finds_itself_where_it_is_then(tmp_path: Path) -> None:
+    model = "import muster\n@muster.deployment\nclass Model:\n    def where(self):\n        return __file__\n"
+    write(tmp_path / "here", "script.py", text=LOCATED)
+    for name in ("here", "host"):
+        write(tmp_path / name, "package/__init__.py", "package/model.py", text=model)
+    _, place = siblings(tmp_path / "here", "script.py", str(tmp_path / "host"))
+    assert place == str(tmp_path / "host/package/model.py")
