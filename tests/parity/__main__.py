@@ -1,0 +1,116 @@
+"""Run the programs under Ray Serve and Muster side by side; with ``--record``, keep what Ray Serve answers.
+
+``python -m tests.parity [--record | --muster] [name …]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.console import PEERS_PYTHON, check_peers
+from bench.floors import free_port
+from muster.embedded.stack import EmbeddedStack
+from tests.parity import programs_of
+from tests.support.servers.reserved_port import ANY_PORTS
+
+import msgspec
+
+CPUS = 24
+
+
+def run_under_ray(chosen: list[str], directory: Path, *, record: bool) -> dict[str, list[str]]:
+    """What each program prints under Ray Serve, all on one cluster of this run's own; recorded one by one if asked."""
+    check_peers(PEERS_PYTHON)
+    port = free_port()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
+    environment["RAY_enable_worker_prestart"] = "0"
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of its processes compiles all of Ray anew
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on the loopback, also on Linux
+    launcher = [str(PEERS_PYTHON), "-W", "ignore", str(Path(__file__).parent / "ray_program.py")]
+    cluster = subprocess.Popen(
+        [*launcher, "--cluster", str(directory / "r"), "--cpus", str(CPUS)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=directory,
+        text=True,
+    )
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
+    printed = {}
+    try:
+        address = cluster.stdout.readline().strip()
+        if not address:
+            raise RuntimeError("Ray did not start: its errors are above; on a busy machine try again")
+        for name in chosen:
+            program = directory / f"{name}.py"
+            program.write_text(programs_of.with_port((programs_of.PROGRAMS / program.name).read_text(), port))
+            began = time.monotonic()
+            argv = [*launcher, "--port", str(port), "--address", address, str(program)]
+            printed[name] = programs_of.run(argv, directory, environment, port)
+            if record:
+                programs_of.record(name, printed[name])
+            print(f"ray    {name} {time.monotonic() - began:.1f} s", flush=True)
+    finally:
+        cluster.stdin.close()
+        cluster.wait(60)
+    return printed
+
+
+def run_under_muster(chosen: list[str], directory: Path) -> dict[str, list[str]]:
+    """What each program prints beside one stack."""
+
+    async def work() -> dict[str, list[str]]:
+        async with EmbeddedStack(directory / "state", msgspec.structs.replace(ANY_PORTS, num_cpus=CPUS)) as stack:
+            port = int(stack.record.http_url.rpartition(":")[2])
+            printed = {}
+            for name in chosen:
+                began = time.monotonic()
+                printed[name] = await asyncio.to_thread(
+                    programs_of.run_under_muster, name, port, Path(stack.record.state_dir), directory
+                )
+                print(f"muster {name} {time.monotonic() - began:.1f} s", flush=True)
+            return printed
+
+    return asyncio.run(work())
+
+
+def main() -> int:
+    """Returns the process' exit code: the number of programs that differ, at most 100."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", action="store_true", help="only under Ray Serve; keep the answers")
+    parser.add_argument("--muster", action="store_true", help="only under Muster; compare with what is recorded")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    chosen = options.names or programs_of.names()
+    with tempfile.TemporaryDirectory(prefix="parity-") as name:
+        directory = Path(name)
+        expected = programs_of.recorded()
+        if not options.muster:
+            expected |= run_under_ray(chosen, directory, record=options.record)
+        if options.record:
+            for each in chosen:
+                if any(line.startswith(("EXIT", "TIMEOUT")) for line in expected[each]):
+                    print(each, *expected[each], sep="\n")
+            return 0
+        printed = run_under_muster(chosen, directory)
+    differ = [each for each in chosen if printed[each] != expected.get(each)]
+    for each in differ:
+        sys.stdout.writelines(
+            line + "\n" for line in difflib.unified_diff(expected.get(each, []), printed[each], f"{each}: Ray Serve", f"{each}: Muster", lineterm="", n=0)
+        )
+    print(f"{len(chosen) - len(differ)} of {len(chosen)} programs print the same")
+    return min(len(differ), 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

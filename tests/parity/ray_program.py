@@ -1,0 +1,51 @@
+"""Run one program under Ray Serve, whose proxy listens on a port of this run's own. Run by a Python with ``ray[serve]``.
+
+Why a launcher: Ray Serve knows no variable for the port that a program gets which names none.
+"""
+
+import argparse
+import logging
+import os
+import runpy
+import sys
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--port", type=int)
+parser.add_argument("--address", help="of a running cluster")
+parser.add_argument("--cluster", metavar="DIRECTORY", help="run a cluster instead, until stdin ends")
+parser.add_argument("--cpus", type=int)
+parser.add_argument("program", nargs="?")
+options = parser.parse_args()
+
+import ray
+
+if options.cluster:
+    context = ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=options.cpus,
+        object_store_memory=200 * 1024 * 1024,
+        log_to_driver=False,
+        _temp_dir=options.cluster,
+    )
+    print(context.address_info["gcs_address"], flush=True)
+    sys.stdin.read()
+    ray.shutdown()
+    sys.exit()
+
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+
+HTTPOptions.model_fields["port"].default = options.port
+HTTPOptions.model_rebuild(force=True)
+sys.argv = [options.program]
+sys.path[0] = os.path.dirname(options.program)
+ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+try:
+    runpy.run_path(options.program, run_name="__main__")
+finally:
+    sys.stdout.flush()
+    if _get_global_client(raise_if_no_controller_running=False) is not None:
+        for name in list(serve.status().applications):
+            serve.delete(name)
