@@ -6,7 +6,7 @@ PACKAGES := libs/serve_common libs/muster services/controller services/proxy ser
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
-	docs dashboards compose-up compose-down secrets plain-conf lock stats clean
+	parity parity-record docs dashboards compose-up compose-down secrets plain-conf lock stats clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,7 +58,7 @@ bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to 
 
 .bench-peers/.installed: $(STAMP)
 	.venv/bin/uv venv --quiet --clear --python $(PY) .bench-peers
-	.venv/bin/uv pip install --quiet --python .bench-peers/bin/python 'ray[serve]==2.60.0'
+	.venv/bin/uv pip install --quiet --python .bench-peers/bin/python 'ray[serve]==2.60.0' python-multipart
 	touch $@
 
 bench-peers: .bench-peers/.installed ## Both of these beside Ray Serve 2.60, which has a virtual environment of its own
@@ -97,6 +97,12 @@ bench-autoscaling: $(STAMP) ## Compare the autoscaling policy with Ray Serve's a
 
 bench-scaling: $(STAMP) ## Let real replicas follow a load of 1 to 50 clients and back, and wake from zero
 	$(PY) -m bench.scaling
+
+parity: .bench-peers/.installed ## Run the programs of tests/parity under Ray Serve 2.60 and Muster, and show where they print something else
+	$(PY) -m tests.parity
+
+parity-record: .bench-peers/.installed ## Write down what those programs print under Ray Serve
+	$(PY) -m tests.parity --record
 
 docs: $(STAMP) ## Write the reference pages in docs/reference anew from the code
 	$(PY) -m docs.generator

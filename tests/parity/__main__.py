@@ -13,15 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
+
+import msgspec
 
 from bench.console import PEERS_PYTHON, check_peers
 from bench.floors import free_port
+from muster.cli.session import StackChoice, find_stack
+from muster.client import connect_stack
 from muster.embedded.stack import EmbeddedStack
+from serve_common.api.commands import Shutdown
 from tests.parity import programs_of
 from tests.support.servers.reserved_port import ANY_PORTS
-
-import msgspec
 
 CPUS = 24
 
@@ -35,6 +39,10 @@ def run_under_ray(chosen: list[str], directory: Path, *, record: bool) -> dict[s
     environment["RAY_enable_worker_prestart"] = "0"
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of its processes compiles all of Ray anew
     environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on the loopback, also on Linux
+    # Ray's agent for its dashboard, loads so much that a busy machine fails to start it in time. It is
+    # left out where one of its libraries cannot be imported.
+    (directory / "aiohttp_cors.py").write_text("raise ImportError")
+    environment["PYTHONPATH"] = str(directory)
     launcher = [str(PEERS_PYTHON), "-W", "ignore", str(Path(__file__).parent / "ray_program.py")]
     cluster = subprocess.Popen(
         [*launcher, "--cluster", str(directory / "r"), "--cpus", str(CPUS)],
@@ -54,12 +62,12 @@ def run_under_ray(chosen: list[str], directory: Path, *, record: bool) -> dict[s
         for name in chosen:
             program = directory / f"{name}.py"
             program.write_text(programs_of.with_port((programs_of.PROGRAMS / program.name).read_text(), port))
-            began = time.monotonic()
+            start = time.monotonic()
             argv = [*launcher, "--port", str(port), "--address", address, str(program)]
             printed[name] = programs_of.run(argv, directory, environment, port)
             if record:
                 programs_of.record(name, printed[name])
-            print(f"ray    {name} {time.monotonic() - began:.1f} s", flush=True)
+            print(f"ray    {name} {time.monotonic() - start:.1f} s", flush=True)
     finally:
         cluster.stdin.close()
         cluster.wait(60)
@@ -70,15 +78,23 @@ def run_under_muster(chosen: list[str], directory: Path) -> dict[str, list[str]]
     """What each program prints beside one stack."""
 
     async def work() -> dict[str, list[str]]:
-        async with EmbeddedStack(directory / "state", msgspec.structs.replace(ANY_PORTS, num_cpus=CPUS)) as stack:
+        options = msgspec.structs.replace(ANY_PORTS, num_cpus=CPUS)
+        async with EmbeddedStack(directory / "state", options) as stack, AsyncExitStack() as exits:
+            address = find_stack(StackChoice(), {"MUSTER_STATE_DIR": stack.record.state_dir}, directory)
+            connected = await exits.enter_async_context(connect_stack(address))
             port = int(stack.record.http_url.rpartition(":")[2])
             printed = {}
             for name in chosen:
-                began = time.monotonic()
+                start = time.monotonic()
                 printed[name] = await asyncio.to_thread(
                     programs_of.run_under_muster, name, port, Path(stack.record.state_dir), directory
                 )
-                print(f"muster {name} {time.monotonic() - began:.1f} s", flush=True)
+                # What a program leaves, the next would meet.
+                for goal in (await connected.admin.call(Shutdown(confirm="everything"))).goal_ids:
+                    await connected.admin.wait_for_goal(goal, deadline_s=60)
+                print(f"muster {name} {time.monotonic() - start:.1f} s", flush=True)
+                if printed[name] != programs_of.recorded().get(name):
+                    print(*printed[name], sep="\n", flush=True)
             return printed
 
     return asyncio.run(work())
@@ -88,7 +104,9 @@ def main() -> int:
     """Returns the process' exit code: the number of programs that differ, at most 100."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="only under Ray Serve; keep the answers")
-    parser.add_argument("--muster", action="store_true", help="only under Muster; compare with what is recorded")
+    parser.add_argument(
+        "--muster", action="store_true", help="only under Muster; compare with what is recorded"
+    )
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     chosen = options.names or programs_of.names()
@@ -106,7 +124,15 @@ def main() -> int:
     differ = [each for each in chosen if printed[each] != expected.get(each)]
     for each in differ:
         sys.stdout.writelines(
-            line + "\n" for line in difflib.unified_diff(expected.get(each, []), printed[each], f"{each}: Ray Serve", f"{each}: Muster", lineterm="", n=0)
+            line + "\n"
+            for line in difflib.unified_diff(
+                expected.get(each, []),
+                printed[each],
+                f"{each}: Ray Serve",
+                f"{each}: Muster",
+                lineterm="",
+                n=0,
+            )
         )
     print(f"{len(chosen) - len(differ)} of {len(chosen)} programs print the same")
     return min(len(differ), 100)

@@ -16,8 +16,8 @@ RECORDED: Final = Path(__file__).parent / "recorded.json"
 TIMEOUT_S: Final = 120
 
 _IMPORTS: Final = (
-    (re.compile(r"^(\s*)from ray import serve\b", re.M), r"\1import muster as serve"),
-    (re.compile(r"^(\s*)import ray\.serve as\b", re.M), r"\1import muster as"),
+    (re.compile(r"^(\s*)from ray import serve\b", re.MULTILINE), r"\1import muster as serve"),
+    (re.compile(r"^(\s*)import ray\.serve as\b", re.MULTILINE), r"\1import muster as"),
     (re.compile(r"\bray\.serve\b(?=[.\s])(?!\")"), "muster"),
 )
 """What a user changes. Names of loggers, in quotes, stay."""
@@ -49,8 +49,8 @@ def recorded() -> dict[str, list[str]]:
 def record(name: str, lines: list[str]) -> None:
     """Keep what a program printed under Ray Serve; what is recorded of programs that are gone, goes."""
     all_lines = {**recorded(), name: lines}
-    kept = {each: all_lines[each] for each in names() if each in all_lines}
-    RECORDED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    wanted = {each: all_lines[each] for each in names() if each in all_lines}
+    RECORDED.write_text(json.dumps(wanted, indent=1, ensure_ascii=False) + "\n")
 
 
 def run_under_muster(name: str, port: int, state_dir: Path, directory: Path) -> list[str]:
@@ -59,14 +59,22 @@ def run_under_muster(name: str, port: int, state_dir: Path, directory: Path) -> 
     program.write_text(for_muster(with_port((PROGRAMS / f"{name}.py").read_text(), port)))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MUSTER_")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    return run([sys.executable, program.name], directory, {**environment, "MUSTER_STATE_DIR": str(state_dir)}, port)
+    return run(
+        [sys.executable, program.name], directory, {**environment, "MUSTER_STATE_DIR": str(state_dir)}, port
+    )
 
 
 def run(argv: list[str], directory: Path, environment: Mapping[str, str], port: int) -> list[str]:
-    """The lines of a program's output, with port 8000 in place of its own; after a failure the end of its errors too."""
+    """The lines of a program's output, with port 8000 for its own; after a failure the end of its errors too."""
     try:
         done = subprocess.run(
-            argv, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            argv,
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         return [*(error.stdout or b"").decode().splitlines(), f"TIMEOUT after {TIMEOUT_S} s"]

@@ -1,13 +1,15 @@
-"""Run one program under Ray Serve, whose proxy listens on a port of this run's own. Run by a Python with ``ray[serve]``.
+"""Run one program under Ray Serve, whose proxy listens on a port that is given. Run by a Python with ``ray[serve]``.
 
 Why a launcher: Ray Serve knows no variable for the port that a program gets which names none.
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
-import os
 import runpy
 import sys
+from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--port", type=int)
@@ -17,7 +19,7 @@ parser.add_argument("--cpus", type=int)
 parser.add_argument("program", nargs="?")
 options = parser.parse_args()
 
-import ray
+import ray  # noqa: E402 - only once the arguments are right: it takes seconds
 
 if options.cluster:
     context = ray.init(
@@ -33,14 +35,14 @@ if options.cluster:
     ray.shutdown()
     sys.exit()
 
-from ray import serve
-from ray.serve.config import HTTPOptions
-from ray.serve.context import _get_global_client
+from ray import serve  # noqa: E402 - not for a cluster
+from ray.serve.config import HTTPOptions  # noqa: E402 - as above
+from ray.serve.context import _get_global_client  # noqa: E402 - as above
 
 HTTPOptions.model_fields["port"].default = options.port
 HTTPOptions.model_rebuild(force=True)
 sys.argv = [options.program]
-sys.path[0] = os.path.dirname(options.program)
+sys.path[0] = str(Path(options.program).parent)
 ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
 try:
     runpy.run_path(options.program, run_name="__main__")
