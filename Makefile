@@ -2,9 +2,9 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 STAMP := .venv/.installed
-PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
+PACKAGES := libs/serve_common libs/muster libs/embedded services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
+.PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
 	parity parity-record docs dashboards compose-up compose-down secrets plain-conf lock stats clean
 
@@ -127,6 +127,10 @@ compose-down: ## Stop the containers (volumes are kept)
 
 plain-conf: $(STAMP) ## Write deploy/nats/plain.conf anew from the table of roles
 	$(PY) -m serve_common.identities > deploy/nats/plain.conf
+
+wheels: $(STAMP) ## Build the wheels of all packages into dist/
+	rm -rf dist
+	set -e; for package in $(PACKAGES); do .venv/bin/uv build --quiet --wheel --no-build-isolation --python $(PY) --out-dir dist $$package; done
 
 lock: $(STAMP) ## Make requirements.lock anew, for Python 3.11 and later, with the hashes of all files of each release
 	.venv/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --group dev pyproject.toml \

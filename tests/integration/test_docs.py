@@ -26,6 +26,7 @@ COMMAND_LIMIT_S = 100.0
 STATED_URL = "http://127.0.0.1:8000"
 PAGES = (
     "README.md",
+    "examples/README.md",
     "docs/how-to/deploy.md",
     "docs/how-to/applications.md",
     "docs/how-to/traffic.md",
@@ -106,7 +107,7 @@ class Reader:
                     self.fetch(words[1:])
                 case "python":
                     subprocess.run(
-                        [sys.executable, *words[1:]],
+                        [sys.executable, *(word.replace(STATED_URL, self.url) for word in words[1:])],
                         check=True,
                         timeout=COMMAND_LIMIT_S,
                         env=os.environ | self.environment,
@@ -123,7 +124,8 @@ class Reader:
             if option == "-H":
                 request.add_header(*value.split(": "))
             elif option == "--data-binary":
-                request.data = (self.folder / value.removeprefix("@")).read_bytes()
+                file = value.removeprefix("@")
+                request.data = (self.folder / file).read_bytes() if file != value else value.encode()
         with urllib.request.urlopen(request, timeout=COMMAND_LIMIT_S) as response:
             assert response.read()
 

@@ -33,6 +33,7 @@ from muster.embedded import (
     running_stack,
 )
 from muster.embedded import postgres as unprivileged
+from muster.embedded.options import CHECKOUT
 from muster.embedded.postgres import Way
 from muster.embedded.process import ProcessSpec
 from muster.embedded.stack import choose_ports
@@ -183,7 +184,7 @@ async def test_the_controllers_role_owns_its_database_and_nothing_more(tmp_path:
 
 
 async def test_the_script_of_composes_postgres_does_the_same_and_can_be_run_again(tmp_path: Path) -> None:
-    deploy = StackOptions().deploy_dir / "postgres"
+    deploy = CHECKOUT / "deploy/postgres"
     async with make_stack(tmp_path / "state", Heard()) as stack:
         secrets = Secrets(Path(stack.record.secrets))
         connection = await connect_postgres(stack)

@@ -38,7 +38,7 @@ DEFAULT_STATE_DIR: Final = Path(".muster")
 RUN_STATE_DIR: Final = DEFAULT_STATE_DIR / "run"
 """State of a stack that `muster run` starts for itself; it lasts as long as that."""
 CHECKOUT: Final = Path(__file__).resolve().parents[4]
-"""The source tree that this file belongs to; its deploy/ holds the configuration that compose uses too."""
+"""The source tree that this file belongs to, unless it was installed from a wheel."""
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """CPUs that all replicas together may reserve; None for those of the machine, at least 8."""
     app_root: Path | None = None
     """Base directory of a relative app_dir; None for the directory in which the stack was started."""
-    deploy_dir: Path = CHECKOUT / "deploy"
+    deploy_dir: Path = Path(__file__).with_name("deploy")
     """Directory with the configuration of nats-server and Postgres."""
 
 

@@ -153,7 +153,7 @@ class EmbeddedPostgres:
         self._port = port
         self._bootstrap = options.deploy_dir / "postgres" / "bootstrap.sql"
         if not self._bootstrap.is_file():
-            raise StackFailed(f"{self._bootstrap} is missing: `muster up` needs the project's source tree")
+            raise StackFailed(f"{self._bootstrap} is missing: the installation is incomplete")
         self._way = Way.AS_WE_ARE
 
     def prepare(self) -> None:

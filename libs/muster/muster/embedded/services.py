@@ -58,9 +58,7 @@ def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> 
         # Left by a version without identities.
         (paths.nats / "passwords.conf").unlink(missing_ok=True)
     except OSError as error:
-        raise StackFailed(
-            f"{source} cannot be used ({error.strerror}): `muster up` needs the project's source tree"
-        ) from error
+        raise StackFailed(f"{source} cannot be used ({error.strerror})") from error
 
 
 def nats_spec(paths: StatePaths, ports: Mapping[str, int], environment: Mapping[str, str]) -> ProcessSpec:

@@ -251,7 +251,7 @@ class EmbeddedStack:
         if self._record is not None:
             self._write_record(msgspec.structs.replace(self.record, pid=0, processes=[]))
         if self._ray_dir is not None and self._ray_dir != self._paths.ray:
-            await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
+            shutil.rmtree(self._ray_dir, ignore_errors=True)  # in no thread, as the supervisor's stop
         self._lock.close()
         self._lock = None
 

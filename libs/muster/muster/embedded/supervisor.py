@@ -323,7 +323,7 @@ class Supervisor:
         for supervised in reversed(self._supervised.values()):
             await supervised.stop(stop_deadline)
         await self._owner.close(timeout_s=KILL_WAIT_S)
-        count = await asyncio.to_thread(kill_marked, self._stack_id)
+        count = kill_marked(self._stack_id)  # in no thread: an interpreter that ends starts none
         if count:
             _log.warning("leftovers_killed", stack_id=self._stack_id, count=count)
         guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 0)

@@ -105,7 +105,9 @@ class _Embedded:
             os.environ.pop("MUSTER_STATE_DIR", None)
         else:
             os.environ["MUSTER_STATE_DIR"] = self._former
-        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        shutil.rmtree(
+            self._directory, ignore_errors=True
+        )  # in no thread: an interpreter that ends starts none
 
 
 @final
