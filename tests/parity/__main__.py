@@ -39,10 +39,6 @@ def run_under_ray(chosen: list[str], directory: Path, *, record: bool) -> dict[s
     environment["RAY_enable_worker_prestart"] = "0"
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of its processes compiles all of Ray anew
     environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on the loopback, also on Linux
-    # Ray's agent for its dashboard, loads so much that a busy machine fails to start it in time. It is
-    # left out where one of its libraries cannot be imported.
-    (directory / "aiohttp_cors.py").write_text("raise ImportError")
-    environment["PYTHONPATH"] = str(directory)
     launcher = [str(PEERS_PYTHON), "-W", "ignore", str(Path(__file__).parent / "ray_program.py")]
     cluster = subprocess.Popen(
         [*launcher, "--cluster", str(directory / "r"), "--cpus", str(CPUS)],
