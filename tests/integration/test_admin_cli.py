@@ -147,6 +147,12 @@ async def test_backends_endpoints_and_traffic(muster: Muster) -> None:
         "result"
     ] == "succeeded"
     assert (await muster.ok("traffic", "set", "fork", "v1=0.9", "v2=0.1"))["result"] == "succeeded"
+    assert (await muster.ok("endpoint", "show", "fork"))["traffic"] == {"default/v1": 0.9, "default/v2": 0.1}
+    assert (await muster.ok("traffic", "rollback", "fork"))["result"] == "succeeded"
+    assert (await muster.ok("endpoint", "show", "fork"))["traffic"] == {"default/v1": 1.0}
+    assert (await muster.ok("traffic", "rollback", "fork"))["result"] == "succeeded"
+    assert (await muster.ok("endpoint", "show", "fork"))["traffic"] == {"default/v1": 0.9, "default/v2": 0.1}
+    await muster.fails(4, "endpoint", "show", "absent")
     assert (await muster.ok("traffic", "shadow", "fork", "v2", "0.5"))["result"] == "succeeded"
     options = ("--backend-header", "X-To", "--relative-slo-ms", "250")
     assert (await muster.ok("endpoint", "update", "fork", *options))["result"] == "succeeded"

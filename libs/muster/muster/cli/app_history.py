@@ -12,14 +12,11 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from muster.cli.changes import ChangeOutcome, ChangeRequest, describe, perform, show_plan
+from muster.cli.changes import ChangeRequest
 from muster.cli.completion import complete_application
 from muster.cli.output import (
     Cell,
-    Progress,
     format_time,
-    print_error,
-    print_json,
     print_line,
     print_table,
     style_state,
@@ -33,11 +30,12 @@ from muster.cli.queries import (
     query_command,
     stack_command,
 )
-from muster.cli.session import ExitCode, Session, StackChoice
-from muster.client.admin import AdminClient, Stack
+from muster.cli.reverts import run_revert
+from muster.cli.session import Session, StackChoice
+from muster.client.admin import AdminClient
 from serve_common.api.commands import DeployApplication
-from serve_common.api.queries import GetHistory, ListDeployments, Plan
-from serve_common.api.views import GoalStatus, HistoryView, PlanView
+from serve_common.api.queries import GetHistory, ListDeployments
+from serve_common.api.views import GoalStatus, HistoryView
 from serve_common.errors import BadField, NotFound
 from serve_common.names import check_name
 
@@ -140,7 +138,7 @@ def history(*, name: AppName) -> ReadRequest[list[FormerState]]:
 
 async def build_rollback(admin: AdminClient, name: str, to: int | None) -> ChangeRequest:
     """The deploy by which the application goes back. Raises `NotFound`, and `BadField` naming ``--to``."""
-    states = await fetch_states(admin, name)
+    states = await fetch_states(admin, check_name(name, "APP"))
     current = next((each for each in states if each.is_current), None)
     if to is not None:
         target = next((each for each in states if each.id == to), None)
@@ -215,35 +213,13 @@ def rollback(
     deployments that the earlier one did not have are deleted, deleted ones come back. Numbers of replicas stay as they
     are. Code that was uploaded need not be uploaded again.
     """
-    interrupted = "stopped waiting; the change goes on: 'muster app list'"
-    with session.reporting(as_json=as_json, interrupted=interrupted):
-        check_name(name, "APP")
-        address = session.find_stack(choice)
-
-        async def work(stack: Stack, progress: Progress) -> tuple[ChangeRequest, PlanView | ChangeOutcome]:
-            change = await build_rollback(stack.admin, name, to)
-            if dry_run:
-                return change, await stack.admin.call(Plan.for_command(change.command))
-            outcome = await perform(
-                stack.admin,
-                change,
-                timeout_s=timeout_s,
-                is_waiting=not no_wait,
-                host=address.host,
-                progress=progress,
-                http_url=address.http_url,
-            )
-            return change, outcome
-
-        change, found = session.run(address, f"application {name}", work)
-        if as_json:
-            print_json(found)
-        if isinstance(found, PlanView):
-            if not as_json:
-                show_plan(found, change.what, change.already)
-            return
-        emit = print_line if found.exit_code is ExitCode.OK else print_error
-        for line in () if as_json else describe(found, change):
-            emit(line)
-        if found.exit_code is not ExitCode.OK:
-            raise typer.Exit(found.exit_code)
+    run_revert(
+        session,
+        choice,
+        f"application {name}",
+        lambda admin: build_rollback(admin, name, to),
+        timeout_s=timeout_s,
+        no_wait=no_wait,
+        dry_run=dry_run,
+        as_json=as_json,
+    )

@@ -432,7 +432,7 @@ def change_command(
                 if dry_run:
                     query = Plan.for_command(change.command)
                     view = session.run(address, change.what, lambda stack, _progress: stack.admin.call(query))
-                    _show_plan(view, change, as_json=as_json)
+                    print_plan(view, change, as_json=as_json)
                     return
                 if change.question:
                     confirm(change.question)
@@ -451,7 +451,7 @@ def change_command(
                         http_url=address.http_url,
                     ),
                 )
-                _show(outcome, change, as_json=as_json)
+                print_outcome(outcome, change, as_json=as_json)
                 if outcome.exit_code is not ExitCode.OK:
                     raise typer.Exit(outcome.exit_code)
 
@@ -472,14 +472,16 @@ def confirm(question: str) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _show_plan(view: PlanView, change: ChangeRequest, *, as_json: bool) -> None:
+def print_plan(view: PlanView, change: ChangeRequest, *, as_json: bool) -> None:
+    """Print what a change would do."""
     if as_json:
         print_json(view)
     else:
         show_plan(view, change.what, change.already)
 
 
-def _show(outcome: ChangeOutcome, change: ChangeRequest, *, as_json: bool) -> None:
+def print_outcome(outcome: ChangeOutcome, change: ChangeRequest, *, as_json: bool) -> None:
+    """Print how a change ended."""
     if as_json:
         print_json(outcome)
         if outcome.result is not ChangeResult.FAILED:

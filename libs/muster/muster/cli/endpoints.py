@@ -24,13 +24,25 @@ from muster.cli.output import (
     format_methods,
     format_shares,
     format_value,
+    get_facts,
     print_facts,
     print_table,
     short_name,
     table,
 )
-from muster.cli.queries import FieldsOption, ReadRequest, option, query_command
-from muster.cli.session import Session
+from muster.cli.queries import (
+    DryRunOption,
+    FieldsOption,
+    NoWaitOption,
+    ReadRequest,
+    TimeoutOption,
+    option,
+    query_command,
+    stack_command,
+)
+from muster.cli.reverts import run_revert
+from muster.cli.session import Session, StackChoice
+from muster.client.admin import AdminClient
 from serve_common.api.commands import (
     CreateEndpoint,
     DeleteEndpoint,
@@ -39,10 +51,10 @@ from serve_common.api.commands import (
     SetTraffic,
     ShadowTraffic,
 )
-from serve_common.api.queries import GetAllEndpoints, GetHttpConfig
+from serve_common.api.queries import GetAllEndpoints, GetHistory, GetHttpConfig
 from serve_common.api.views import EndpointView
 from serve_common.config.backend import EndpointOptions, HttpOptions, check_http_options, merged
-from serve_common.errors import BadField
+from serve_common.errors import BadField, NotFound
 from serve_common.names import check_route, deployment_tag
 
 Name = Annotated[
@@ -62,7 +74,7 @@ Weights = Annotated[
 ]
 
 endpoint_app = Commands(
-    help="""Manage endpoints, which send requests to backends: create, update, delete, list.
+    help="""Manage endpoints, which send requests to backends: show, create, update, delete, list.
 
     A deployment is a backend and an endpoint of the same name that sends everything to it. Create an endpoint only to
     send requests to backends that belong to no deployment.
@@ -188,6 +200,38 @@ def _options(options: EndpointOptions) -> str:
     )
 
 
+@query_command
+def show_endpoint(*, name: Name) -> ReadRequest[EndpointView]:
+    """Show one endpoint: its route, methods, traffic, shadows and options.
+
+    Example:
+      muster endpoint show digits
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    return ReadRequest(lambda admin: _fetch_endpoint(admin, tag), _show_endpoint)
+
+
+async def _fetch_endpoint(admin: AdminClient, tag: str) -> EndpointView:
+    for view in await admin.call(GetAllEndpoints()):
+        if view.endpoint_tag == tag:
+            return view
+    raise NotFound(f"there is no endpoint {short_name(tag)!r}; 'muster endpoint list' lists all")
+
+
+def _show_endpoint(view: EndpointView) -> None:
+    print_facts(
+        {
+            "endpoint": short_name(view.endpoint_tag),
+            "route": view.route or "none; called over NATS only",
+            "methods": format_methods(view.methods),
+            "traffic": format_shares(view.traffic),
+            "shadows": format_shares(view.shadows),
+            **get_facts(view.options),
+        }
+    )
+
+
+endpoint_app.command("show")(show_endpoint)
 endpoint_app.command("create")(create_endpoint)
 endpoint_app.command("update")(update_endpoint)
 endpoint_app.command("delete")(delete_endpoint)
@@ -195,7 +239,7 @@ endpoint_app.command("list")(list_endpoints)
 
 
 traffic_app = Commands(
-    help="""Split or copy the requests of an endpoint (canary, shadow): set, shadow.
+    help="""Split or copy the requests of an endpoint (canary, shadow): rollback, set, shadow.
 
     Try new code on a tenth of the requests of the deployment 'digits', whose backend and endpoint have its name:
       muster backend create digits-new digits:Digits --app-dir new/digits
@@ -267,6 +311,68 @@ def shadow_traffic(
     )
 
 
+@stack_command
+def roll_back_traffic(
+    session: Session,
+    choice: StackChoice,
+    *,
+    name: Name,
+    timeout_s: TimeoutOption = 120.0,
+    no_wait: NoWaitOption = False,
+    dry_run: DryRunOption = False,
+    as_json: bool = False,
+) -> None:
+    """Return an endpoint's traffic to what it was before the last 'muster traffic set'.
+
+    Example:
+      muster traffic rollback digits
+
+    Run again, it undoes that. A split that names a backend that is gone is refused.
+    """
+    run_revert(
+        session,
+        choice,
+        f"traffic of {name}",
+        lambda admin: _build_former_traffic(admin, deployment_tag(name, "ENDPOINT")),
+        timeout_s=timeout_s,
+        no_wait=no_wait,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+async def _build_former_traffic(admin: AdminClient, tag: str) -> ChangeRequest:
+    present = (await _fetch_endpoint(admin, tag)).traffic
+    for entry in await admin.call(GetHistory(limit=_ENTRIES_MAX, subject=tag)):
+        if entry.verb != SetTraffic.verb or entry.subject != tag:
+            continue
+        try:
+            changed = msgspec.convert(entry.old, dict[str, Any])
+            former = msgspec.convert(changed.get(f"endpoint {tag}"), _FormerTraffic).traffic
+        except msgspec.ValidationError:
+            continue  # of a version that had other fields
+        if former != present:
+            return ChangeRequest(
+                command=SetTraffic(endpoint=tag, weights=former),
+                what=f"traffic of {short_name(tag)}",
+                done=f"is back at {format_shares(former)}",
+                progress_command="muster endpoint list",
+            )
+    raise NotFound(
+        f"the traffic of {short_name(tag)} was never set otherwise; 'muster history {short_name(tag)}'"
+    )
+
+
+class _FormerTraffic(msgspec.Struct):
+    """An endpoint's configuration as the audit log has it, as far as it is needed."""
+
+    traffic: dict[str, float]
+
+
+_ENTRIES_MAX: Final = 200
+"""Newest changes of an endpoint that are looked at."""
+
+traffic_app.command("rollback")(roll_back_traffic)
 traffic_app.command("set")(set_traffic)
 traffic_app.command("shadow")(shadow_traffic)
 
