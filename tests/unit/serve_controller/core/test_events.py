@@ -310,6 +310,7 @@ def test_what_was_made_was_not_there_before() -> None:
         "methods": ["GET"],
         "traffic": {"default/a": 1.0},
         "shadows": {},
+        "is_ingress": False,
         "options": {"shard_key_header": "X-Serve-Shard-Key", "backend_header": "", "relative_slo_ms": None},
     }
 
@@ -349,6 +350,7 @@ def test_what_changed_is_told_as_it_was_and_is() -> None:
         "ingress": TAG,
         "deployments": [TAG],
         "takes_over": None,
+        "app_config": None,
         "deleting": True,
     }
 
