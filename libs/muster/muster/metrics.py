@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self
 
+from serve_common.runtime.request_context import current_replica
 from serve_common.telemetry.catalogue import OWN_PREFIX
 from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
 from serve_common.telemetry.metrics import Aggregate, process_metrics
@@ -112,6 +113,8 @@ def _checked_bounds(name: str, boundaries: Iterable[float] | None) -> tuple[floa
 
 
 Tags = Mapping[str, str]
+_CONTEXT_TAGS: Final = frozenset({"application", "deployment", "replica"})
+"""Tag keys that have the replica's own names as values where a call gives none, as in Ray Serve."""
 
 _NO_TAGS: Final = ()
 _lock: Final = threading.Lock()
@@ -125,6 +128,7 @@ class Metric:
         self._spec: Final = spec
         self._keys: Final = spec.labels
         self._default_tags: dict[str, str] = {}
+        self._context_keys: Final = _CONTEXT_TAGS.intersection(spec.labels)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -151,6 +155,8 @@ class Metric:
         if tags:
             combined = {**combined, **tags} if combined else tags
         try:
+            if not combined.keys() >= self._context_keys:
+                combined = {**_context_tags(self._context_keys), **combined}
             values = tuple([combined[key] for key in keys])
         except KeyError as missing:
             raise ValueError(
@@ -268,6 +274,16 @@ class Histogram(Metric):
     def __reduce__(self) -> Any:
         arguments = (self._spec.name, self._spec.text, self._spec.buckets, self._keys)
         return _again, (Histogram, arguments, self._default_tags)
+
+
+def _context_tags(keys: frozenset[str]) -> Tags:
+    """The values of ``keys``, which are of `_CONTEXT_TAGS`, in this replica; empty outside of replicas."""
+    replica = current_replica()
+    if replica is None:
+        return {}
+    application, _, deployment = str(replica.backend_tag).rpartition("/")
+    known = {"application": application, "deployment": deployment, "replica": str(replica.replica_tag)}
+    return {key: known[key] for key in keys}
 
 
 def _again(make: Callable[..., Metric], arguments: tuple[Any, ...], default_tags: dict[str, str]) -> Metric:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,3 +139,17 @@ def test_a_pickled_metric_is_the_same_metric_where_it_arrives() -> None:
         again = pickle.loads(pickle.dumps(metric))
         assert again.info == metric.info
         assert again._measure is metric._measure
+
+
+def test_a_replica_fills_the_tags_of_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = SimpleNamespace(backend_tag="shop/Model", replica_tag="shop/Model#3")
+    counter = metrics.Counter("user_calls", tag_keys=("application", "deployment", "replica", "kind"))
+    with pytest.raises(ValueError, match="no value for the tag 'application'"):
+        counter.inc(tags={"kind": "a"})
+    monkeypatch.setattr(kinds, "current_replica", lambda: replica)
+    counter.inc(tags={"kind": "a"})
+    counter.inc(tags={"kind": "b", "replica": "mine"})
+    assert counter._measure.drain() == {
+        ("shop", "Model", "shop/Model#3", "a"): 1.0,
+        ("shop", "Model", "mine", "b"): 1.0,
+    }

@@ -75,7 +75,6 @@ _NOT_APPLIED: Final = frozenset(
     {
         "graceful_shutdown_wait_loop_s",
         "logging_config",
-        "rolling_update_percentage",
     }
 )
 """Options that are checked and have no effect yet."""
@@ -123,7 +122,10 @@ def _backend_config(built: BuiltDeployment) -> BackendConfig:
     wanted = options.num_replicas or 1
     if autoscaling is not None:
         wanted = autoscaling.initial_replicas or max(autoscaling.min_replicas, 1)
-    config = BackendConfig(
+    # Both budgets: new replicas start first, and where there is no room for one, an old one stops first.
+    share = options.rolling_update_percentage * 100.0
+    is_surge_chosen = "max_surge_percent" in built.deployment.chosen_options
+    return BackendConfig(
         num_replicas=options.num_replicas or 1,
         autoscaling_config=None if autoscaling is None else _autoscaling(autoscaling),
         max_concurrent_queries=options.max_ongoing_requests,
@@ -139,10 +141,9 @@ def _backend_config(built: BuiltDeployment) -> BackendConfig:
             retry_after_s=options.backpressure_config.retry_after_s,
         ),
         replica_policy=ReplicaPolicyName(options.request_router_config.get_replica_policy()),
+        max_surge_percent=float(options.max_surge_percent) if is_surge_chosen else share,
+        max_unavailable_percent=share,
     )
-    if "max_surge_percent" in built.deployment.chosen_options:
-        config = msgspec.structs.replace(config, max_surge_percent=float(options.max_surge_percent))
-    return config
 
 
 def _autoscaling(config: ServeAutoscaling) -> AutoscalingConfig:

@@ -233,6 +233,9 @@ class ReplicaProcess:
         except UserCodeUnusable:
             self.is_unusable = True
             raise
+        except ModuleNotFoundError as error:
+            error.add_note(missing_package_hint(error))
+            raise
 
     def _code_dir(self) -> str:
         """The directory with what was uploaded; on another machine than the host's, made for this process."""
@@ -329,6 +332,15 @@ class ReplicaProcess:
             await self._tasks.close(_STOP_TIMEOUT_S)
         bus_io.write_metrics()
         self._write_handle_metrics()
+
+
+def missing_package_hint(error: ModuleNotFoundError) -> str:
+    """What to do about a module that a replica cannot import."""
+    package = (error.name or "PACKAGE").partition(".")[0]
+    return (
+        f"The replica cannot import {package!r}: install it on the hosts, or let the replica have it with "
+        f'ray_actor_options={{"runtime_env": {{"pip": ["{package}"]}}}}.'
+    )
 
 
 async def _capture_error(work: Awaitable[None]) -> BaseException | None:

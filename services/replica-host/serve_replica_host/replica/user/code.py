@@ -201,9 +201,8 @@ class Method:
 
 def is_asgi(target: Any) -> bool:
     """True when ``target`` is an ASGI application: called with scope, receive and send."""
-    if not callable(target) or inspect.isclass(target):
-        return False
-    return list(_parameters(target) or ())[:3] == _ASGI_ARGUMENTS
+    is_instance = callable(target) and not inspect.isclass(target)
+    return is_instance and list(_parameters(target) or ())[:3] == _ASGI_ARGUMENTS
 
 
 def takes_nothing(function: Callable[..., Any]) -> bool:
@@ -371,9 +370,12 @@ class UserCode:
         old.close()
 
     async def stop(self) -> None:
-        """Run an ASGI application's shutdown; exceptions are logged."""
+        """Run an ASGI application's shutdown (exceptions are logged) and an async ``__del__``, which may raise."""
         if self.asgi is not None:
             await self.asgi.stop()
+        if inspect.iscoroutinefunction(destructor := getattr(type(self.target), "__del__", None)):
+            type(self.target).__del__ = lambda _: None  # it would run again, unawaited, once discarded
+            await destructor(self.target)
 
     def discard(self) -> None:
         """Release the user's object, so that its ``__del__`` runs before the process exits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import pickle
 import sys
 import threading
@@ -32,6 +33,7 @@ from serve_replica_host.replica.io.request import (
     ReplicaRequest,
     WholeResponseEvent,
 )
+from serve_replica_host.replica.process import missing_package_hint
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
 from serve_replica_host.replica.user import python_calls
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
@@ -510,3 +512,27 @@ async def test_cancelling_reaches_the_users_code(code: UserCode) -> None:
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert ended == ["hold"]
+
+
+class Closes:
+    closed: ClassVar[list[str]] = []
+
+    async def __del__(self) -> None:
+        await asyncio.sleep(0)
+        self.closed.append("once")
+
+
+async def test_an_async_destructor_is_awaited_once_when_the_replica_stops() -> None:
+    code = UserCode(Closes(), None, 1)
+
+    await code.stop()
+    code.discard()
+
+    assert Closes.closed == ["once"]
+
+
+def test_a_missing_package_says_how_the_replica_gets_it() -> None:
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module("no_such_package.part")
+    raised.value.add_note(missing_package_hint(raised.value))
+    assert '{"pip": ["no_such_package"]}' in user_traceback(raised.value)
