@@ -116,6 +116,10 @@ class CodePickler(_Pickler):  # type: ignore[misc]  # as above
             instead = self._replace(value)
             if instead is not value:
                 return instead.__reduce__()
+        kind = type(value)
+        if kind.__name__ == "_IncludedRouter" and kind.__module__ == "fastapi.routing":
+            # The rest of it is a cache of routes, with a lock.
+            return kind, (value.original_router, value.include_context)
         if isinstance(value, type):
             reduced = reducers._class_reduce(value)  # noqa: SLF001 - as above
             if reduced is NotImplemented or reduced[0] not in _SKELETONS:

@@ -26,7 +26,7 @@ from muster.sdk.translate import deploy_command, view_status
 from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
-from serve_common.errors import BusUnavailable, NotFound, PermanentError, ServeError
+from serve_common.errors import BadField, BusUnavailable, NotFound, PermanentError, ServeError
 from serve_common.names import DEFAULT_APPLICATION, GoalId, check_name, check_route
 
 _log: Final = logging.getLogger("ray.serve")
@@ -290,7 +290,10 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
 
 def delete(name: str, _blocking: bool = True) -> None:  # noqa: FBT001, FBT002 - Ray Serve's signature
     """Delete an application; an unknown name succeeds. Waits until it is gone, unless ``_blocking`` is false."""
-    check_name(name, "name")
+    try:
+        check_name(name, "name")
+    except BadField:
+        return  # no application can have it
 
     async def work(stack: Stack) -> None:
         goal = (await stack.admin.call(DeleteApplication(name=name))).goal_id

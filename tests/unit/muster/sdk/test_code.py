@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from muster.sdk.code import CodePickler, CodeUnpicklable, dump_code
 from serve_common.errors import LimitReached
@@ -141,13 +141,20 @@ def test_a_class_that_no_module_has_travels_by_value() -> None:
     assert target(*args, **kwargs)() == (3, ["a", "b"])
 
 
+def list_words() -> list[str]:
+    return ["alpha"]
+
+
 def test_a_fastapi_application_travels_with_its_state() -> None:
-    app = FastAPI()
+    app, router = FastAPI(), APIRouter()
     app.state.limit = 3
+    router.add_api_route("/plain", list_words)
+    app.include_router(router, prefix="/r")
     with io.BytesIO() as file:
         CodePickler(file).dump(app)
         restored = pickle.loads(file.getvalue())
     assert restored.state.limit == 3
+    assert "/r/plain" in restored.openapi()["paths"]
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

@@ -296,3 +296,7 @@ def test_replicas_and_proxies_have_ray_serves_words() -> None:
         "leaving": ProxyStatus.DRAINING,
         "lost": ProxyStatus.UNHEALTHY,
     }
+
+
+def test_an_application_that_no_name_allows_is_not_there_to_delete() -> None:
+    serve.delete("never there")
