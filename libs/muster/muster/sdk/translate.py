@@ -151,6 +151,12 @@ def _autoscaling(config: ServeAutoscaling) -> AutoscalingConfig:
     if not config.policy.is_default_policy_function():
         function = config.policy.policy_function
         path = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        if path.startswith("__main__:") or "<" in path:
+            raise BadField(
+                "autoscaling_config.policy",
+                f"the controller cannot import {path}: put the policy into a module that is installed there; only "
+                "a replica's process may unpickle code",
+            )
         policy = AutoscalingPolicy(policy_function=path, policy_kwargs=config.policy.policy_kwargs)
     aggregation = ServeAutoscaling.model_fields["aggregation_function"].default
     return AutoscalingConfig(

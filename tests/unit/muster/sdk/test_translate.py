@@ -9,6 +9,7 @@ from muster.sdk.build import build_app
 from muster.sdk.deployments import Deployment
 from muster.sdk.translate import deploy_command
 from serve_common.config.backend import BackendConfig
+from serve_common.errors import BadField
 
 
 @serve.deployment
@@ -32,3 +33,16 @@ def test_an_update_replaces_no_more_replicas_at_a_time_than_its_share(
     chosen = backend_config(Model.options(rolling_update_percentage=0.5, max_surge_percent=10))
     assert (chosen.max_surge_percent, chosen.max_unavailable_percent) == (10.0, 50.0)
     assert backend_config(Model).max_unavailable_percent == 20.0
+
+
+def test_a_policy_that_the_controller_cannot_import_is_refused() -> None:
+    config = {"min_replicas": 1, "max_replicas": 2}
+    by_name = backend_config(
+        Model.options(autoscaling_config=config | {"policy": {"policy_function": "policies:double"}})
+    )
+    assert by_name.autoscaling_config is not None
+    assert by_name.autoscaling_config.policy.policy_function == "policies:double"
+    with pytest.raises(BadField, match=r"cannot import .*<lambda>"):
+        backend_config(
+            Model.options(autoscaling_config=config | {"policy": {"policy_function": lambda _: 1}})
+        )
