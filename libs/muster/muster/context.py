@@ -47,7 +47,9 @@ class DeploymentID(NamedTuple):
     """Names of a deployment and of its application, as Ray Serve's."""
 
     name: str
+    """Of the deployment within its application."""
     app_name: str
+    """Of the application; empty for none."""
 
 
 class ReplicaID(str):
