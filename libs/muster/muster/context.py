@@ -47,9 +47,9 @@ class DeploymentID(NamedTuple):
     """Names of a deployment and of its application, as Ray Serve's."""
 
     name: str
-    """Of the deployment within its application."""
+    """The deployment's name within its application."""
     app_name: str
-    """Of the application; empty for none."""
+    """The application's name; empty for none."""
 
 
 class ReplicaID(str):
