@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from opentelemetry.context import get_current
@@ -43,32 +43,6 @@ class NotInReplica(PermanentError, RuntimeError):
     error_code = "not_in_replica"
 
 
-class DeploymentID(NamedTuple):
-    """Names of a deployment and of its application, as Ray Serve's."""
-
-    name: str
-    """The deployment's name within its application."""
-    app_name: str
-    """The application's name; empty for none."""
-
-
-class ReplicaID(str):
-    """A replica's tag, with the attributes of Ray Serve's ``ReplicaID``."""
-
-    __slots__ = ()
-
-    @property
-    def unique_id(self) -> str:
-        """Its number, which no other replica of the deployment ever has."""
-        return self.rpartition("#")[2]
-
-    @property
-    def deployment_id(self) -> DeploymentID:
-        """The deployment it belongs to."""
-        app_name, _, name = self.rpartition("#")[0].rpartition("/")
-        return DeploymentID(name, app_name)
-
-
 class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that the code runs in."""
 
@@ -89,9 +63,9 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     """There are no gangs."""
 
     @property
-    def replica_id(self) -> ReplicaID:
-        """``replica_tag``, with the attributes of Ray Serve's ids."""
-        return ReplicaID(self.replica_tag)
+    def replica_id(self) -> ReplicaTag:
+        """Ray Serve's newer name for ``replica_tag``."""
+        return self.replica_tag
 
 
 def get_replica_context() -> ReplicaContext:

@@ -59,7 +59,6 @@ def test_the_replica_is_known_in_a_replica_only() -> None:
         found = serve.get_replica_context()
         assert (found.app_name, found.deployment, found.code_version) == ("shop", "pricing", "3")
         assert found.replica_tag == found.replica_id == "shop/pricing#7"
-        assert (found.replica_id.unique_id, found.replica_id.deployment_id) == ("7", ("pricing", "shop"))
         assert found.servable_object is servable
         assert "secret" not in repr(found)
         context.backend_tag = BackendTag("bare")
