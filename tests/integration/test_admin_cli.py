@@ -35,6 +35,7 @@ RUN: set[tuple[str, ...]] = set()
 """Subcommands that this module has run."""
 NOT_ABOUT_THE_ADMIN_API = {
     *((word,) for word in ("up", "secrets", "call", "help", "init", "completion")),
+    *((word,) for word in ("run", "build", "start", "config", "shutdown")),  # by test_serve_commands
     *(("context", word) for word in ("add", "list", "use", "show", "remove")),
 }
 

@@ -619,7 +619,9 @@ async def test_a_failed_import_and_a_raising_constructor_are_reported_with_their
     assert "in load" in failed.error
     assert "serve_replica_host" not in failed.error
     assert "has no Absent" in absent.error
-    assert unimported.error.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
+    *_, raised, hint = unimported.error.splitlines()
+    assert raised == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert "runtime_env" in hint
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
 
