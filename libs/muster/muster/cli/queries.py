@@ -19,6 +19,24 @@ from muster.client.admin import AdminClient, Stack
 from serve_common.api.queries import Query
 from serve_common.api.views import ApplicationView, BackendConfigView, BackendView, DeploymentView, StatusView
 
+HttpHostOption = Annotated[
+    str,
+    typer.Option(
+        "--http-host",
+        metavar="ADDRESS",
+        help="HTTP address of the stack that the command starts; 0.0.0.0 for all interfaces.",
+    ),
+]
+HttpPortOption = Annotated[
+    int,
+    typer.Option(
+        "--http-port",
+        metavar="PORT",
+        min=0,
+        max=65_535,
+        help="HTTP port of the stack that the command starts; 0 for any free one. A taken port is an error.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.", rich_help_panel=COMMON)]
 NatsOption = Annotated[
     str | None,

@@ -19,7 +19,7 @@ from muster.cli import parsing
 from muster.cli.changes import ChangeOutcome, ChangeRequest, describe
 from muster.cli.logs import LogTail
 from muster.cli.output import Progress, print_error, print_json_line, print_line
-from muster.cli.queries import STACK_OPTIONS, build_command, pop_stack_choice
+from muster.cli.queries import STACK_OPTIONS, HttpHostOption, HttpPortOption, build_command, pop_stack_choice
 from muster.cli.serve_options import (
     FILE_SUFFIXES,
     AppDirOption,
@@ -31,7 +31,7 @@ from muster.cli.serve_options import (
 )
 from muster.cli.session import EmbeddedPort, ExitCode, Session, StackChoice, get_session
 from muster.client.admin import Stack
-from muster.client.requests import StackAddress
+from muster.client.requests import Feed, StackAddress
 from muster.embedded.leftovers import kill_marked
 from muster.embedded.options import RUN_STATE_DIR, StackOptions, StatePaths
 from muster.embedded.process import Happened, ProcessEvent
@@ -127,9 +127,16 @@ class ServeRun:
         self, stack: Stack, address: StackAddress, request: ServeRequest, progress: Progress
     ) -> ExitCode:
         """Deploy; stay until the run is cancelled, or return once it serves or has failed."""
+        subjects = Subjects(address.subject_prefix)
+        wanted = [
+            subjects.logs("replica", f"{app.built.name}/{each.name}")
+            for app in request.applications
+            for each in app.built.deployments
+        ]
+        tail = LogTail(LogFilter(kinds=("replica",)), subjects, as_json=self._as_json)
         try:
-            async with asyncio.TaskGroup() as group:
-                lines = group.create_task(self._show_logs(address, request))
+            async with self._session.listen(address, wanted) as feed, asyncio.TaskGroup() as group:
+                lines = group.create_task(_show_logs(feed, tail))
                 code = await self._deploy(stack, address, request, progress)
                 progress.stop()
                 if code is ExitCode.OK and self._is_blocking:
@@ -203,20 +210,6 @@ class ServeRun:
         )
         return max((each.outcome.exit_code for each in ended), default=ExitCode.OK)
 
-    async def _show_logs(self, address: StackAddress, request: ServeRequest) -> None:
-        subjects = Subjects(address.subject_prefix)
-        tail = LogTail(LogFilter(kinds=("replica",)), subjects, as_json=self._as_json)
-        wanted = [
-            subjects.logs("replica", f"{app.built.name}/{each.name}")
-            for app in request.applications
-            for each in app.built.deployments
-        ]
-        async with self._session.listen(address, wanted) as feed:
-            while True:
-                message = await feed.receive()
-                if message is not None:
-                    tail.show(message)
-
     async def _reload(self, stack: Stack, address: StackAddress) -> None:
         # Only here: few runs watch files.
         from watchfiles import DefaultFilter, awatch  # noqa: PLC0415 - as above
@@ -254,6 +247,13 @@ class ServeRun:
                 os._exit(ExitCode.INTERRUPTED)  # without waiting for the orderly stop that is under way
         self._interrupted_at = now
         self._task.cancel()
+
+
+async def _show_logs(feed: Feed, tail: LogTail) -> None:
+    while True:
+        message = await feed.receive()
+        if message is not None:
+            tail.show(message)
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -308,22 +308,8 @@ def _run(
             help="Stay until Ctrl-C, which is the default, or return once it serves, which needs a running stack.",
         ),
     ] = True,
-    http_host: Annotated[
-        str,
-        typer.Option(
-            "--http-host", metavar="ADDRESS", help="Address that a stack of its own listens on for HTTP."
-        ),
-    ] = "127.0.0.1",
-    http_port: Annotated[
-        int,
-        typer.Option(
-            "--http-port",
-            metavar="PORT",
-            min=0,
-            max=65_535,
-            help="Port that a stack of its own listens on for HTTP; 0 for any free one.",
-        ),
-    ] = 8000,
+    http_host: HttpHostOption = "127.0.0.1",
+    http_port: HttpPortOption = 8000,
 ) -> None:
     """Run applications until Ctrl-C, which deletes them again.
 

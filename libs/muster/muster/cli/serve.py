@@ -17,7 +17,14 @@ import typer
 
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.output import Progress, print_error, print_json, print_line
-from muster.cli.queries import ReadRequest, ShowEnvOption, query_command, stack_command
+from muster.cli.queries import (
+    HttpHostOption,
+    HttpPortOption,
+    ReadRequest,
+    ShowEnvOption,
+    query_command,
+    stack_command,
+)
 from muster.cli.serve_options import AppDirOption
 from muster.cli.session import Session, StackChoice, get_session, running_embedded
 from muster.client.admin import AdminClient, Stack
@@ -208,19 +215,8 @@ def start(
     session: Session,
     choice: StackChoice,
     *,
-    http_host: Annotated[
-        str, typer.Option("--http-host", metavar="ADDRESS", help="Address that HTTP listens on.")
-    ] = "127.0.0.1",
-    http_port: Annotated[
-        int,
-        typer.Option(
-            "--http-port",
-            metavar="PORT",
-            min=0,
-            max=65_535,
-            help="Port that HTTP listens on; 0 for any free one.",
-        ),
-    ] = 8000,
+    http_host: HttpHostOption = "127.0.0.1",
+    http_port: HttpPortOption = 8000,
     proxy_location: Annotated[
         str | None,
         typer.Option(

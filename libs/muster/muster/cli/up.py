@@ -17,7 +17,7 @@ import typer
 from muster.cli.changes import describe, perform
 from muster.cli.deployments import build_deploy_request
 from muster.cli.output import Progress, print_json_line, print_line, shorten
-from muster.cli.queries import JsonOption
+from muster.cli.queries import HttpHostOption, HttpPortOption, JsonOption
 from muster.cli.session import EmbeddedPort, ExitCode, Session, get_session
 from muster.client.admin import AdminClient
 from muster.client.requests import StackAddress
@@ -336,22 +336,8 @@ def up(
             "MUSTER_STATE_DIR.",
         ),
     ] = DEFAULT_STATE_DIR,
-    http_host: Annotated[
-        str,
-        typer.Option(
-            "--http-host", metavar="ADDRESS", help="Address that HTTP listens on; 0.0.0.0 for all interfaces."
-        ),
-    ] = "127.0.0.1",
-    http_port: Annotated[
-        int,
-        typer.Option(
-            "--http-port",
-            metavar="PORT",
-            min=0,
-            max=65_535,
-            help="Port that HTTP listens on; 0 for any free one. It is an error when the port is taken.",
-        ),
-    ] = 8000,
+    http_host: HttpHostOption = "127.0.0.1",
+    http_port: HttpPortOption = 8000,
     nats_port: Annotated[
         int,
         typer.Option(

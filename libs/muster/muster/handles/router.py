@@ -200,8 +200,9 @@ class HandleRouter:
         ingress = self._ingresses.get(name)
         if ingress is None:
             own = [endpoint for tag, endpoint in self._routes.endpoints.items() if tag.startswith(name)]
-            found = own if len(own) == 1 else [endpoint for endpoint in own if endpoint.route]
-            found = found or [endpoint for endpoint in own if endpoint.is_ingress]
+            # Deployments with bare names may be beside the application ``default``.
+            found = [endpoint for endpoint in own if endpoint.is_ingress]
+            found = found or (own if len(own) == 1 else [endpoint for endpoint in own if endpoint.route])
             if len(found) > 1:
                 raise NotFound(
                     f"application {name[:-1]!r} has {len(found)} deployments with a route; name one of them"

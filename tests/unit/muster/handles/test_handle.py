@@ -339,6 +339,10 @@ async def test_an_application_is_called_at_the_deployment_with_a_route(world: Wo
     world.deploy("default/a")
     _ = call(await asyncio.to_thread(get_app_handle, "default"))
     assert (await world.sent()).subject == "serve.replica.default.a.0"
+    world.deploy("default/b", route="/b")
+    world.deploy("default/front", route="/", is_ingress=True)
+    _ = call(await asyncio.to_thread(get_app_handle, "default"))
+    assert (await world.sent()).subject == "serve.replica.default.front.0"
 
 
 @pytest.fixture

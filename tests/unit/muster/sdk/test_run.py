@@ -298,5 +298,8 @@ def test_replicas_and_proxies_have_ray_serves_words() -> None:
     }
 
 
-def test_an_application_that_no_name_allows_is_not_there_to_delete() -> None:
+def test_an_application_that_no_name_allows_is_not_there_to_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("muster.sdk.run.get_client", lambda: asked.append(1))
     serve.delete("never there")
+    assert not asked, "no stack is looked for"

@@ -7,7 +7,14 @@ import msgspec
 from serve_common.api.commands import DeleteApplication, DeployApplication
 from serve_common.config.backend import EndpointOptions, check_endpoint_options
 from serve_common.errors import BadField, Conflict, LimitReached
-from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route
+from serve_common.names import (
+    DEFAULT_APPLICATION,
+    BackendTag,
+    EndpointTag,
+    GoalId,
+    check_name,
+    check_route,
+)
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
     Accepted,
@@ -60,7 +67,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     members = {*parts, *left_out}
     check_route_free(checkpoint, route, EndpointTag(ingress), "route_prefix", members)
     takes_over = taken_over(checkpoint, route, ingress, members)
-    if existing is None:
+    if existing is None and name != DEFAULT_APPLICATION:  # that is in the tags of all with a bare name
         _check_name_free(checkpoint, name, set(parts))
     check_backend_limit(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
     target = ApplicationVersion(

@@ -16,7 +16,14 @@ from serve_common.api.commands import (
 )
 from serve_common.config.backend import check_backend_config, check_endpoint_options, merged
 from serve_common.errors import Conflict, NotFound
-from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
+from serve_common.names import (
+    DEFAULT_APPLICATION,
+    BackendTag,
+    EndpointTag,
+    GoalId,
+    check_route,
+    deployment_tag,
+)
 from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
@@ -94,7 +101,7 @@ def put_deployment(
 ) -> None:
     """Set the endpoint of a deployment to ``config``, and record the deployment.
 
-    ``application`` None: it stays in its application, or joins the one named in its tag if that exists.
+    ``application`` None: it stays in its application, or joins the one named in its tag (see `_joined`).
     """
     endpoint = draft.endpoints.get(EndpointTag(tag))
     shadows = {} if endpoint is None else endpoint.target.shadows
@@ -115,9 +122,14 @@ def put_deployment(
 
 
 def _joined(draft: Draft, tag: BackendTag) -> str:
-    """Add a deployment that is deployed alone to the application named in its tag; returns that name, or ''."""
-    application = draft.applications.get(tag.partition("/")[0])
-    if application is None or application.deleting:
+    """Add a deployment that is deployed alone to the application named in its tag; returns that name, or ''.
+
+    Not to ``default``, which is in the tags of all that are deployed by bare names: the next deploy of the application
+    of that name would delete them.
+    """
+    name = tag.partition("/")[0]
+    application = draft.applications.get(name)
+    if application is None or application.deleting or name == DEFAULT_APPLICATION:
         return ""
     target = application.target
     if tag not in target.deployments:

@@ -301,6 +301,21 @@ def test_a_deployment_of_the_applications_name_that_it_leaves_out_is_refused() -
     assert view_deployment(loop.checkpoint, "app/stranger").application == "app"
 
 
+def test_the_application_default_is_beside_what_has_bare_names() -> None:
+    loop = loop_of()
+    loop.done(deploy("before"))
+    loop.done(application(spec("front"), name="default"))
+    loop.done(deploy("after"))
+    loop.done(application(spec("front", version="v2"), name="default"))
+    for name, app in (("before", ""), ("after", ""), ("front", "default")):
+        assert view_deployment(loop.checkpoint, name).application == app
+        assert loop.running(f"default/{name}")
+    loop.done(DeleteApplication(name="default"))
+    assert loop.running("default/before")
+    assert loop.running("default/after")
+    assert not loop.running("default/front")
+
+
 def test_an_application_has_a_limited_number_of_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applications, "DEPLOYMENTS_MAX", 1)
     with pytest.raises(LimitReached):
