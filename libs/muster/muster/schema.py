@@ -436,7 +436,7 @@ class DeploymentStatusOverview:
     """Its state."""
     status_trigger: DeploymentStatusTrigger
     """What brought it there."""
-    replica_states: dict[ReplicaState, int]
+    replica_states: dict[str, int]
     """Number of its replicas by state."""
     message: str
     """Details, for people."""

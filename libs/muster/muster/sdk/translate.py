@@ -39,6 +39,7 @@ from serve_common.errors import BadField
 _log: Final = logging.getLogger("ray.serve")
 
 _VERSION_LENGTH: Final = 16
+_PANIC_HOLD_S: Final = AutoscalingConfig(max_replicas=1).panic_hold_s
 _RETRIES_PER_REPLICA: Final = 3
 """Failed starts for each replica wanted after which a deploy fails, as Ray Serve counts them."""
 
@@ -171,6 +172,8 @@ def _autoscaling(config: ServeAutoscaling) -> AutoscalingConfig:
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
         downscale_to_zero_delay_s=config.downscale_to_zero_delay_s,
+        # A burst adds replicas at once; it must not hold them for longer than the program's own delay.
+        panic_hold_s=min(_PANIC_HOLD_S, config.downscale_delay_s),
         aggregation_function=type(aggregation)(config.aggregation_function),
         policy=policy,
     )
@@ -227,7 +230,9 @@ def _application_status(app: ApplicationView) -> ApplicationStatus:
 
 def _deployment(view: DeploymentView) -> DeploymentStatusOverview:
     state, trigger = _deployment_status(view)
-    states = Counter(_REPLICA_STATES.get(replica.state, ReplicaState.STARTING) for replica in view.replicas)
+    states = Counter(
+        _REPLICA_STATES.get(replica.state, ReplicaState.STARTING).value for replica in view.replicas
+    )
     return DeploymentStatusOverview(
         status=state, status_trigger=trigger, replica_states=dict(states), message=view.message
     )

@@ -46,3 +46,11 @@ def test_a_policy_that_the_controller_cannot_import_is_refused() -> None:
         backend_config(
             Model.options(autoscaling_config=config | {"policy": {"policy_function": lambda _: 1}})
         )
+
+
+def test_a_burst_holds_replicas_no_longer_than_the_programs_own_delay() -> None:
+    config = {"min_replicas": 1, "max_replicas": 3}
+    for delay_s, hold_s in ((0.5, 0.5), (600.0, 60.0)):
+        translated = backend_config(Model.options(autoscaling_config=config | {"downscale_delay_s": delay_s}))
+        assert translated.autoscaling_config is not None
+        assert translated.autoscaling_config.panic_hold_s == hold_s

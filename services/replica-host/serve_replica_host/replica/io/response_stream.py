@@ -72,6 +72,8 @@ def to_response(result: Any) -> WholeResponse | PlainStream | Response:
         return WholeResponse(200, _BYTES, bytes(result))
     if isinstance(result, str):
         return WholeResponse(200, TEXT, result.encode())
+    if result is None:
+        return WholeResponse(200, TEXT, b"")
     if isinstance(result, Response):
         if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
             return result
