@@ -36,6 +36,7 @@ PAGES = (
     "docs/how-to/streaming-and-asgi.md",
     "docs/how-to/observe.md",
     "docs/how-to/backup.md",
+    "docs/coming-from-ray-serve.md",  # the last one: it ends with a shutdown, which deletes everything
 )
 
 pytestmark = pytest.mark.timeout(400)
@@ -91,7 +92,7 @@ class Reader:
             if block.file_name:
                 file = self.folder / block.file_name
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(block.text)
+                file.write_text(block.text.replace(STATED_URL, self.url))
             elif block.language == "sh":
                 self.run(block)
 
@@ -114,6 +115,7 @@ class Reader:
                         check=True,
                         timeout=COMMAND_LIMIT_S,
                         env=os.environ | self.environment,
+                        cwd=self.folder,
                     )
                 case "make" | "export" | "docker":
                     continue  # the stack runs already, and this process knows where its programs are
