@@ -21,6 +21,7 @@ from serve_common.config.backend import (
     CircuitBreaker,
     EndpointOptions,
     HttpOptions,
+    LoggingConfig,
     OutlierEjection,
     RayActorOptions,
     ReplicaConfig,
@@ -36,6 +37,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     BackpressureConfig,
     OutlierEjection,
     CircuitBreaker,
+    LoggingConfig,
     EndpointOptions,
     HttpOptions,
 )

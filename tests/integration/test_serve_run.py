@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -91,8 +92,6 @@ def get(url: str) -> Any:
 async def test_a_program_deploys_its_own_classes_and_again_restarts_nothing(
     stack: EmbeddedStack, tmp_path: Path
 ) -> None:
-    import asyncio
-
     state_dir = Path(stack.record.state_dir)
     url = f"{stack.record.http_url}/shop?word=two"
     first = await asyncio.to_thread(run, tmp_path, state_dir)
@@ -121,10 +120,108 @@ async def test_a_program_deploys_its_own_classes_and_again_restarts_nothing(
     assert (await asyncio.to_thread(get, url))["number"] == 10
 
 
+LOGGING = """
+import logging
+import os
+import urllib.request
+
+import muster as serve
+from muster.schema import LoggingConfig
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Speaker:
+    def __call__(self, request) -> str:
+        step = request.query_params["step"]
+        logging.getLogger("ray.serve").debug("fine %s", step)
+        logging.getLogger("ray.serve").info("plain %s", step)
+        logging.getLogger("muster").debug("own %s", step)
+        print("printed", step)
+        return str(os.getpid())
+
+
+def ask(step, deployment=Speaker, logging_config=None):
+    serve.run(deployment.bind(), name="words", route_prefix="/words", logging_config=logging_config)
+    with urllib.request.urlopen(f"URL/words/{step}?step={step}") as response:
+        print(response.read().decode())
+
+
+detailed = LoggingConfig(log_level=logging.DEBUG, encoding="JSON", additional_log_standard_attrs=["funcName"])
+ask("unset")
+ask("app", logging_config=detailed)
+ask("deployment", Speaker.options(logging_config={"enable_access_log": False}), detailed)
+ask("quiet", logging_config={"log_level": "WARNING"})
+serve.start(logging_config={"log_level": "DEBUG"})
+ask("global")
+"""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_logging_config_reaches_replicas_that_go_on_by_each_of_its_fields(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    state_dir = Path(stack.record.state_dir)
+    program = LOGGING.replace("URL", stack.record.http_url)
+    done = await asyncio.to_thread(run, tmp_path, state_dir, program)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.splitlines())) == 1, "no replica was restarted"
+    command = (
+        sys.executable,
+        "-m",
+        "muster.cli.main",
+        "logs",
+        "words/Speaker",
+        "--no-follow",
+        "--tail",
+        "500",
+    )
+    shown = await asyncio.to_thread(
+        subprocess.run,
+        [*command, "--json"],
+        env=os.environ | {"MUSTER_STATE_DIR": str(state_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+
+    def said(step: str) -> dict[str, dict[str, Any]]:
+        """Lines of a step by their messages, without durations."""
+        found = {
+            line["message"].rpartition(" 200 ")[0] or line["message"]: line
+            for line in lines
+            if "message" in line
+        }
+        return {message: line for message, line in found.items() if step in message}
+
+    unset, app, own = said("unset"), said("app"), said("deployment")
+    assert unset.keys() == {"plain unset", "printed unset"}
+    assert [(line["level"], line["logger"]) for line in unset.values()] == [
+        ("info", "ray.serve"),
+        ("info", "stdout"),
+    ]
+    assert app.keys() == {"fine app", "plain app", "own app", "printed app", "GET /words/app"}
+    access = app["GET /words/app"]
+    assert (app["fine app"]["level"], access["level"], access["logger"]) == ("debug", "info", "ray.serve")
+    assert app["fine app"]["funcName"] == "__call__"
+    assert app["fine app"]["request_id"] == access["request_id"] != ""
+    assert {line["encoding"] for line in app.values()} == {"JSON"}
+    assert own.keys() == {"plain deployment", "printed deployment"}, (
+        "a deployment's own counts, and logs no requests"
+    )
+    assert said("quiet").keys() == {"printed quiet"}
+    assert said("global").keys() == {
+        "fine global",
+        "plain global",
+        "own global",
+        "printed global",
+        "GET /words/global",
+    }
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_code_is_named_by_its_digest_in_views(stack: EmbeddedStack, tmp_path: Path) -> None:
-    import asyncio
-
     from muster.cli.session import StackChoice, find_stack
 
     result = await asyncio.to_thread(run, tmp_path, Path(stack.record.state_dir))
@@ -140,8 +237,6 @@ async def test_code_is_named_by_its_digest_in_views(stack: EmbeddedStack, tmp_pa
 async def test_a_backup_has_the_code_and_brings_it_back_on_an_empty_stack(
     stack: EmbeddedStack, tmp_path: Path
 ) -> None:
-    import asyncio
-
     def muster(state_dir: str, *arguments: str) -> str:
         result = subprocess.run(
             [sys.executable, "-m", "muster.cli.main", *arguments],
@@ -225,8 +320,6 @@ FILES = {
 async def test_files_beside_the_program_and_those_of_its_runtime_env_travel(
     stack: EmbeddedStack, tmp_path: Path
 ) -> None:
-    import asyncio
-
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -289,8 +382,6 @@ serve.run(Main.bind(Old.bind()), name="packages", route_prefix="/packages")
 async def test_deployments_of_one_application_have_packages_of_their_own(
     stack: EmbeddedStack, tmp_path: Path
 ) -> None:
-    import asyncio
-
     state_dir = Path(stack.record.state_dir)
     result = await asyncio.to_thread(run, tmp_path, state_dir, PACKAGES)
     assert result.returncode == 0, result.stderr

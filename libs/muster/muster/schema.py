@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
@@ -22,8 +22,7 @@ from muster.config import (
     RequestRouterConfig,
 )
 from muster.sdk.absent import absent
-
-_LOG_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+from serve_common.config.backend import LOG_ATTRIBUTES
 
 
 class DEFAULT(Enum):
@@ -40,20 +39,20 @@ class EncodingType(str, Enum):
 
 
 class LoggingConfig(BaseModel):
-    """Logging of a deployment's replicas. Muster's log lines are JSON, collected by ``muster logs``."""
+    """Log lines of a deployment's replicas, as ``muster logs`` shows them."""
 
     model_config = ConfigDict(extra="forbid")
 
     encoding: str | EncodingType = Field(
         default_factory=lambda: os.environ.get("RAY_SERVE_LOG_ENCODING", "TEXT"), validate_default=True
     )
-    """Accepted for Ray Serve's sake; ``muster logs`` shows either form."""
+    """Whether ``muster logs`` shows them as text or as JSON objects."""
     log_level: int | str = "INFO"
-    """Lowest level that the loggers ``ray.serve`` and ``muster`` of replicas write."""
+    """Lowest level that the loggers ``ray.serve`` and ``muster`` of replicas write; a name or a number of `logging`."""
     logs_dir: str | None = None
     """Refused here unless None: log lines go to the host's output, and ``muster logs`` reads them."""
     enable_access_log: bool = True
-    """Whether replicas log a line for each request."""
+    """Whether replicas log a line for each request, at INFO by the logger ``ray.serve``."""
     additional_log_standard_attrs: list[str] = Field(default_factory=list)
     """Attributes of ``logging.LogRecord`` that each line has in addition."""
 
@@ -89,10 +88,10 @@ class LoggingConfig(BaseModel):
     @classmethod
     def _are_attributes(cls, value: list[str]) -> list[str]:
         for name in value:
-            if name not in _LOG_ATTRIBUTES:
+            if name not in LOG_ATTRIBUTES:
                 raise ValueError(
                     f"Unknown attribute '{name}'. Additional log standard attributes must be one of "
-                    f"{set(_LOG_ATTRIBUTES)}."
+                    f"{set(LOG_ATTRIBUTES)}."
                 )
         return list(dict.fromkeys(value))
 

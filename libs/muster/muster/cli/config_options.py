@@ -22,6 +22,7 @@ from serve_common.config.backend import (
     BackpressureConfig,
     CircuitBreaker,
     EndpointOptions,
+    LoggingConfig,
     OnFailure,
     OutlierEjection,
     Placement,
@@ -94,6 +95,16 @@ _FIELDS: Final = (
         "Value passed to reconfigure() of every replica: JSON, or a file (.json, .yaml).",
         _CODE,
         "JSON|@FILE",
+    ),
+    (
+        "logging_config",
+        str,
+        (
+            "Log lines of replicas: log_level of the loggers ray.serve and muster, enable_access_log for a line per "
+            "request, encoding=JSON for 'muster logs', and additional_log_standard_attrs. Default: 'off'."
+        ),
+        _LIFE,
+        _GROUP,
     ),
     (
         "may_call",
@@ -267,10 +278,12 @@ _GROUPS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "outlier_ejection": OutlierEjection,
     "circuit_breaker": CircuitBreaker,
     "autoscaling_config": AutoscalingConfig,
+    "logging_config": LoggingConfig,
 }
 _OFF: Final = "off"
 _OFF_VALUES: Final[Mapping[str, Any]] = {
     "autoscaling_config": None,
+    "logging_config": None,
     "outlier_ejection": {"consecutive_failures": 0},
     "circuit_breaker": {"failure_percent": 0.0},
 }
@@ -290,10 +303,14 @@ def _text_with_default(name: str, text: str) -> str:
 def _fields_with_defaults(group: msgspec.Struct) -> Iterator[str]:
     for name, value in msgspec.structs.asdict(group).items():
         match value:
-            case None | msgspec.Struct():
+            case None | msgspec.Struct() | ():
                 yield name
             case Enum():
                 yield f"{name}={value.value}"
+            case bool():
+                yield f"{name}={str(value).lower()}"
+            case str():
+                yield f"{name}={value}"
             case _:
                 yield f"{name}={value:g}"
 

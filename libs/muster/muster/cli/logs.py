@@ -25,6 +25,7 @@ from muster.client.requests import Feed, FeedMessage, StackAddress
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
 from serve_common.protocol.reports import (
+    ENCODING,
     KINDS,
     LEVELS,
     REPLAY_LINES_MAX,
@@ -157,7 +158,8 @@ async def logs(
       muster logs --service proxy --level warning
 
     Each process retains its newest 200 lines. When a replica has stopped or crashed, its host retains the newest 50, of
-    the last 64 such replicas. With --json, prints each as a line of JSON.
+    the last 64 such replicas. With --json, prints each as a line of JSON; so are those of deployments whose
+    logging_config says encoding JSON.
     """
     wanted = LogFilter(
         kinds=_kinds(service, name),
@@ -230,7 +232,7 @@ class LogTail:
                 yield data, line
 
     def _show(self, data: bytes, line: dict[str, Any]) -> None:
-        if self._as_json:
+        if self._as_json or ENCODING in line:
             print_json_line(data.decode(errors="replace"))
         else:
             show_line(self._console, line)

@@ -85,8 +85,13 @@ def _named_values(text: str, field: str) -> dict[str, Any]:
             raise BadField(field, f"{part[:80]!r} must read NAME=VALUE")
         if name in values:
             raise BadField(field, f"{name[:80]} is given twice")
-        values[name] = _json(value, f"{field} {name[:80]}")
+        values[name] = _word_or_json(value, f"{field} {name[:80]}")
     return values
+
+
+def _word_or_json(text: str, field: str) -> Any:
+    is_word = text.isidentifier() and text not in ("true", "false", "null")
+    return text if is_word else _json(text, field)
 
 
 def group_text(group: msgspec.Struct) -> str:

@@ -25,6 +25,7 @@ from muster.client.requests import StackAddress
 from muster.config import HTTPOptions
 from muster.handles import disconnect
 from muster.library_logs import use_library_logs
+from muster.schema import LoggingConfig
 from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.runtime.request_context import current_replica
 from serve_common.runtime.threads import LoopThread
@@ -116,6 +117,8 @@ class Client:
 
     def __init__(self) -> None:
         """Connects in the first `call`."""
+        self.logging_config: LoggingConfig | None = None
+        """For the applications that this process runs and that have none; set by `muster.start`."""
         if current_replica() is None:
             use_library_logs()
         self._thread = LoopThread("muster-sdk")

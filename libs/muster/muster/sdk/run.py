@@ -98,6 +98,8 @@ def run_many(
     check_targets([each.target for each in targets])
     _check_controller_options(controller_options)
     for each in targets:
+        if isinstance(each.logging_config, dict):
+            LoggingConfig(**each.logging_config)
         if not each.name:
             raise ServeError("Application name must a non-empty string.")
         check_name(each.name, "name")
@@ -161,7 +163,8 @@ def _run_many(
 
 
 async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> ChangeReply:
-    command = deploy_command(app, target.logging_config, external_scaler=target.external_scaler_enabled)
+    logs = target.logging_config or get_client().logging_config
+    command = deploy_command(app, logs, external_scaler=target.external_scaler_enabled)
     await upload_application(stack, app)
     return await stack.admin.call(command)
 
@@ -258,7 +261,8 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
     """Connect to the stack that is found, or start one within this process, with these HTTP options.
 
     Of a running stack, ``request_timeout_s`` and ``keep_alive_timeout_s`` are set; where its proxies listen is its own
-    affair. Raises TypeError for unknown options, ValueError for what Muster does not have.
+    affair. ``logging_config`` is for the applications that this process runs from then on and that have none. Raises
+    TypeError for unknown options, ValueError for what Muster does not have.
     """
     for name in kwargs:
         if name != "detached":
@@ -268,7 +272,7 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
     if isinstance(grpc_options, dict):
         gRPCOptions(**grpc_options)
     if isinstance(logging_config, dict):
-        LoggingConfig(**logging_config)
+        logging_config = LoggingConfig(**logging_config)
     if isinstance(tracing_config, dict):
         TracingConfig(**tracing_config)
     _check_controller_options(controller_options)
@@ -284,6 +288,8 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
 
     client = get_client()
     client.call(apply, http)
+    if logging_config is not None:
+        client.logging_config = logging_config
     if not client.is_embedded and http is not None and http.model_fields_set & {"host", "port"}:
         _log.warning("The stack runs already: host and port of http_options are those of its proxies.")
 

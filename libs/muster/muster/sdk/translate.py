@@ -34,6 +34,7 @@ from serve_common.config.backend import (
     ReplicaConfig,
     ReplicaPolicyName,
 )
+from serve_common.config.backend import LoggingConfig as ReplicaLogging
 from serve_common.errors import BadField
 
 _log: Final = logging.getLogger("ray.serve")
@@ -53,10 +54,9 @@ def deploy_command(
 ) -> DeployApplication:
     """The command that deploys ``app``; its code must be uploaded before. Raises `BadField`.
 
-    ``app_config`` is recorded: what a configuration file has for it.
+    ``logging_config`` is for the deployments that have none. ``app_config`` is recorded: what a configuration file has
+    for it.
     """
-    if logging_config is not None:
-        _log.warning("%s: logging_config has no effect in Muster yet.", app.name)
     if external_scaler:
         for each in app.deployments:
             if each.deployment.deployment_options.autoscaling_config is not None:
@@ -65,23 +65,20 @@ def deploy_command(
                 )
     return DeployApplication(
         name=app.name,
-        deployments=[_deployment_spec(each) for each in app.deployments],
+        deployments=[_deployment_spec(each, logging_config) for each in app.deployments],
         ingress=app.ingress,
         route_prefix=app.route_prefix,
         app_config=app_config,
     )
 
 
-_NOT_APPLIED: Final = frozenset(
-    {
-        "graceful_shutdown_wait_loop_s",
-        "logging_config",
-    }
-)
-"""Options that are checked and have no effect yet."""
+_NOT_APPLIED: Final = frozenset({"graceful_shutdown_wait_loop_s"})
+"""Options that are checked and have no effect."""
 
 
-def _deployment_spec(built: BuiltDeployment) -> DeploymentSpec:
+def _deployment_spec(
+    built: BuiltDeployment, logging_config: dict[str, Any] | LoggingConfig | None
+) -> DeploymentSpec:
     for name in sorted(built.deployment.chosen_options & _NOT_APPLIED):
         _log.warning("%s: %s has no effect in Muster yet.", built.name, name)
     config = ReplicaConfig(
@@ -94,7 +91,10 @@ def _deployment_spec(built: BuiltDeployment) -> DeploymentSpec:
     # Equal code with equal resources is an equal version: deploying it again replaces no replica.
     version = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:_VERSION_LENGTH]
     return DeploymentSpec(
-        name=built.name, replica_config=config, backend_config=_backend_config(built), version=version
+        name=built.name,
+        replica_config=config,
+        backend_config=_backend_config(built, built.deployment.logging_config or logging_config),
+        version=version,
     )
 
 
@@ -117,7 +117,16 @@ def _actor_options(built: BuiltDeployment) -> RayActorOptions:
     )
 
 
-def _backend_config(built: BuiltDeployment) -> BackendConfig:
+def _logging(config: dict[str, Any] | LoggingConfig | None) -> ReplicaLogging | None:
+    if config is None:
+        return None
+    fields = LoggingConfig.model_validate(config).model_dump(mode="json", exclude={"logs_dir"})
+    return msgspec.convert(fields, ReplicaLogging)
+
+
+def _backend_config(
+    built: BuiltDeployment, logging_config: dict[str, Any] | LoggingConfig | None
+) -> BackendConfig:
     options = built.deployment.deployment_options
     autoscaling = options.autoscaling_config
     wanted = options.num_replicas or 1
@@ -132,6 +141,7 @@ def _backend_config(built: BuiltDeployment) -> BackendConfig:
         max_concurrent_queries=options.max_ongoing_requests,
         max_queued_requests=options.max_queued_requests,
         user_config=options.user_config,
+        logging_config=_logging(logging_config),
         graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=options.health_check_timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -197,6 +198,36 @@ class CircuitBreaker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds that the circuit stays open. Then one trial request is sent; its success closes the circuit."""
 
 
+class LogEncoding(Enum):
+    """How `muster logs` prints the lines of a replica."""
+
+    TEXT = "TEXT"
+    """As text for people."""
+    JSON = "JSON"
+    """As JSON objects, with the fields of Ray Serve's: ``asctime``, ``levelname``, ``filename``, ``lineno``,
+    ``process``."""
+
+
+LOG_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+"""Attributes of ``logging.LogRecord``, of any version of Python."""
+LOG_LEVELS: Final = ("CRITICAL", "FATAL", "ERROR", "WARNING", "WARN", "INFO", "DEBUG", "NOTSET")
+
+
+class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Log lines of replicas; names and defaults as in Ray Serve. Changing it restarts no replica."""
+
+    encoding: LogEncoding = LogEncoding.TEXT
+    """How `muster logs` prints them. On their way all lines are JSON."""
+    log_level: str = "INFO"
+    """Lowest level of the loggers ``ray.serve`` and ``muster`` and those below them: ``DEBUG``, ``INFO``, ``WARNING``,
+    ``ERROR`` or ``CRITICAL``. Other loggers and prints are not affected."""
+    enable_access_log: bool = True
+    """Whether a replica logs a line for each request at INFO, by the logger ``ray.serve``. A deployment without a
+    `LoggingConfig` logs none."""
+    additional_log_standard_attrs: tuple[str, ...] = ()
+    """Attributes of ``logging.LogRecord``, such as ``funcName``, that the lines of log calls have as fields too."""
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Number and treatment of replicas. Changing it never replaces a replica."""
 
@@ -210,6 +241,8 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests that may wait in one router for this backend; further ones are refused. -1 means no limit of its own."""
     user_config: Any = None
     """Value passed to ``reconfigure`` of every replica at start and on change, without a restart."""
+    logging_config: LoggingConfig | None = None
+    """Log lines of its replicas; None leaves the levels of loggers alone and logs no requests."""
     may_call: tuple[str, ...] | None = None
     """What handles in its replicas may call: applications, deployments as ``application/deployment``, or ``*`` for all.
     None means its own application, an empty tuple nothing. A list must include its own application if it is called."""
@@ -276,7 +309,20 @@ def check_backend_config(config: BackendConfig, field: str = "backend_config") -
     check_size(config.user_config, f"{field}.user_config")
     if config.may_call is not None:
         check_may_call(config.may_call, f"{field}.may_call")
+    if config.logging_config is not None:
+        _check_logging(config.logging_config, f"{field}.logging_config")
     return config
+
+
+def _check_logging(config: LoggingConfig, field: str) -> None:
+    if config.log_level not in LOG_LEVELS:
+        raise BadField(f"{field}.log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+    for name in config.additional_log_standard_attrs:
+        if name not in LOG_ATTRIBUTES:
+            raise BadField(
+                f"{field}.additional_log_standard_attrs",
+                f"{name[:80]!r} is no attribute of logging.LogRecord",
+            )
 
 
 def _check_protection(config: BackendConfig, field: str) -> None:

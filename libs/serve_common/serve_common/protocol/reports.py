@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from serve_common.config.backend import ReplicaConfig
+from serve_common.config.backend import LoggingConfig, ReplicaConfig
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.subjects import UNREADABLE, Address, Amount, Count, Label, Moment, Seconds, Text
 
@@ -25,6 +25,10 @@ REPLICAS_MAX = 50_000
 MISSING_CODE_MAX = 100
 """Digests of missing code in one report; the others follow."""
 _RESOURCES_MAX = 1_000
+
+
+ENCODING: Final = "encoding"
+"""Field of a log line of a replica whose `LoggingConfig` wants JSON: readers show the line as it is."""
 
 
 class ReplicaStatus(Enum):
@@ -53,6 +57,8 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     config_version: Count
     """Rises with every change of the fields below; the host reconfigures in place when it does."""
     user_config: Any = None
+    logging_config: LoggingConfig | None = None
+    """As in `BackendConfig`."""
     max_concurrent_queries: Count
     graceful_shutdown_timeout_s: Seconds
     health_check_period_s: Seconds

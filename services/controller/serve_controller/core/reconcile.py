@@ -415,6 +415,7 @@ def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
         replica_config=version.replica_config,
         config_version=version.config_version,
         user_config=config.user_config,
+        logging_config=config.logging_config,
         max_concurrent_queries=config.max_concurrent_queries,
         graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
         health_check_period_s=config.health_check_period_s,

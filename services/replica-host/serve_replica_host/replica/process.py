@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import msgspec
 import structlog
 
+from serve_common.config.backend import LoggingConfig
 from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.identities.credentials import UserIdentity
 from serve_common.nats.connection import BusConnection
@@ -137,6 +138,8 @@ class ReplicaProcess:
             publish_models=self._publish_models,
         )
         set_replica_context(context)
+        if self._logs is not None:
+            self._logs.configure(goal.logging_config)
         error = self._call_user(self._construct, context)
         if error is not None:
             return error
@@ -165,6 +168,10 @@ class ReplicaProcess:
         if goal.max_concurrent_queries != bus_io.max_concurrent_queries:
             self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
             bus_io.max_concurrent_queries = goal.max_concurrent_queries
+        if goal.logging_config != self._order.goal.logging_config:
+            if self._logs is not None:
+                self._logs.configure(goal.logging_config)
+            self._user.loop.call_soon_threadsafe(self._log_requests, bus_io, goal.logging_config)
         self._order = msgspec.structs.replace(self._order, goal=goal)
         context = current_replica()
         if context is not None:
@@ -172,6 +179,10 @@ class ReplicaProcess:
             context.may_call = goal.may_call
             context.peer_versions = dict(goal.peer_versions)
         return None
+
+    @staticmethod
+    def _log_requests(bus_io: ReplicaIO, config: LoggingConfig | None) -> None:
+        bus_io.user_executor.log_requests(enabled=config is not None and config.enable_access_log)
 
     def renew(self, identity: UserIdentity) -> None:
         """Log in with ``identity`` from now on; open connections do so at once."""
@@ -253,6 +264,7 @@ class ReplicaProcess:
         connection = BusConnection(options, random.SystemRandom())
         limit = self._order.goal.max_concurrent_queries
         bus_io = ReplicaIO(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
+        self._log_requests(bus_io, self._order.goal.logging_config)
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
         self._subscription = bus_io.subscribe(subject)
         self._tasks = TaskOwner("replica")

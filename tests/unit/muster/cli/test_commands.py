@@ -90,6 +90,8 @@ from serve_common.config.backend import (
     CircuitBreaker,
     EndpointOptions,
     HttpOptions,
+    LogEncoding,
+    LoggingConfig,
     OnFailure,
     OutlierEjection,
     Placement,
@@ -706,7 +708,7 @@ def test_an_endpoint_with_a_route_says_where_it_is_reached(muster: Muster, contr
             "update v1 --circuit-breaker window=5",
             "--circuit-breaker: has no 'window'; it has failure",
         ),
-        ("update v1 --circuit-breaker window_s=x", "--circuit-breaker window_s: is not JSON"),
+        ("update v1 --circuit-breaker window_s=x", "--circuit-breaker.window_s: Expected `float`"),
         ("update v1 --circuit-breaker window_s=0", "--circuit-breaker.window_s: is 0"),
         ("update v1 --circuit-breaker window_s=1,window_s=2", "window_s is given twice"),
         ("update v1 --packing-num 0", "--packing-num: "),
@@ -832,6 +834,12 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         ),
         max_concurrent_queries=3,
         may_call=("shop", "bank/ledger"),
+        logging_config=LoggingConfig(
+            encoding=LogEncoding.JSON,
+            log_level="DEBUG",
+            enable_access_log=False,
+            additional_log_standard_attrs=("funcName",),
+        ),
         max_queued_requests=-1,
         user_config={"a": [1]},
         graceful_shutdown_timeout_s=4.0,
@@ -864,6 +872,8 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         "backpressure_config": "status_code=429, retry_after_s=1.5",
         "outlier_ejection": '{"consecutive_failures": 16, "ejection_time_s": 17, "max_ejected_percent": 18}',
         "circuit_breaker": "failure_percent=20,requests_min=21,window_s=22,open_time_s=23",
+        "logging_config": "encoding=JSON,log_level=DEBUG,enable_access_log=false,"
+        'additional_log_standard_attrs=["funcName"]',
     }
     options = [
         text
@@ -884,6 +894,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         )
     assert muster("update", "v1", *options).exit_code == 0
     wanted = {**msgspec.to_builtins(config), "may_call": ["shop", "bank/ledger"]}
+    wanted["logging_config"]["additional_log_standard_attrs"] = ["funcName"]
     assert controller.asked_of("update_backend_config")[0].config == wanted
 
 

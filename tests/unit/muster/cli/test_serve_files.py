@@ -15,6 +15,7 @@ from typer.testing import Result
 
 from serve_common.api.commands import ChangeReply, DeployApplication, UploadCodeReply
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus, GoalView, PlanView
+from serve_common.config.backend import LogEncoding, LoggingConfig
 from serve_common.errors import Conflict
 from serve_common.names import GoalId
 
@@ -159,6 +160,37 @@ def test_a_file_deploys_all_its_applications_with_its_options_over_those_of_the_
     assert {each.replica_config.code for each in (*one.deployments, *two.deployments)} <= uploaded
     assert "application one is deployed" in result.stdout
     assert "application two is deployed" in result.stdout
+
+
+def test_logging_of_a_deployment_is_before_that_of_its_application_and_of_the_file(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path,
+        f"""
+        logging_config: {{log_level: ERROR}}
+        applications:
+          - name: one
+            route_prefix: /one
+            import_path: {module}:app
+            logging_config: {{log_level: 10, encoding: JSON, additional_log_standard_attrs: [lineno]}}
+            deployments:
+              - name: Model
+                logging_config: {{log_level: WARNING, enable_access_log: false}}
+          - name: two
+            route_prefix: /two
+            import_path: {module}:app
+        """,
+    )
+    result = muster("deploy", file)
+    assert result.exit_code == 0, result.output
+    model, front = (each.backend_config.logging_config for each in sent(controller)["one"].deployments)
+    assert model == LoggingConfig(log_level="WARNING", enable_access_log=False)
+    assert front == LoggingConfig(
+        log_level="DEBUG", encoding=LogEncoding.JSON, additional_log_standard_attrs=("lineno",)
+    )
+    of_the_file = {each.backend_config.logging_config for each in sent(controller)["two"].deployments}
+    assert of_the_file == {LoggingConfig(log_level="ERROR")}
 
 
 def test_auto_puts_its_limits_under_the_codes_own(

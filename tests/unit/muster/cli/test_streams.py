@@ -147,6 +147,13 @@ def test_logs_can_be_narrowed_and_come_as_lines_of_json(run: Run, feed: PlayedFe
     ]
 
 
+def test_lines_of_a_deployment_that_wants_json_are_shown_as_they_are(run: Run, feed: PlayedFeed) -> None:
+    feed.later = [said(REPLICA, log_line("as text"), log_line("as JSON", encoding="JSON", lineno=7))]
+    text, line = run("logs", "digits", "--tail", "0").stdout.splitlines()
+    assert text.endswith("app: as text")
+    assert (json.loads(line)["message"], json.loads(line)["lineno"]) == ("as JSON", 7)
+
+
 def test_logs_end_by_themselves_when_told_and_show_no_control_characters(run: Run, feed: PlayedFeed) -> None:
     feed.remembered = [
         said(SUBJECTS.log("host", "h1"), {"event": "ray_ready", "host_id": "h1", "level": "info", "cpus": 4}),

@@ -13,6 +13,7 @@ from serve_common.config.backend import (
     CircuitBreaker,
     EndpointOptions,
     HttpOptions,
+    LoggingConfig,
     OutlierEjection,
     RayActorOptions,
     ReplicaConfig,
@@ -63,6 +64,8 @@ BACKENDS: list[tuple[str, Any]] = [
     ("backpressure_config.retry_after_s", BackpressureConfig(retry_after_s=-1.0)),
     ("outlier_ejection.max_ejected_percent", OutlierEjection(max_ejected_percent=51.0)),
     ("circuit_breaker.window_s", CircuitBreaker(window_s=float("nan"))),
+    ("logging_config.log_level", LoggingConfig(log_level="LOUD")),
+    ("logging_config.additional_log_standard_attrs", LoggingConfig(additional_log_standard_attrs=("shoe",))),
 ]
 REPLICAS: list[tuple[str, Any]] = [
     ("import_path", ""),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from serve_common.config.backend import LogEncoding, LoggingConfig
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import CurrentReplica, HandleQueue, RequestContext, request_context
 from serve_common.runtime.settings import BusSettings
@@ -160,11 +161,17 @@ def caught() -> Iterator[RetainedLines]:
     """Everything that is said within; no fixture, for pytest puts its own streams in place after these."""
     kept: Any = RetainedLines()
     root = logging.getLogger()
+    ray = logging.getLogger("ray")
     before = (root.handlers[:], root.level, sys.stdout, sys.stderr)
-    UserLogs(kept, IDS, FixedClock()).catch(logging.INFO)
+    of_ray = (ray.handlers[:], ray.level, ray.propagate)
+    kept.logs = UserLogs(kept, IDS, FixedClock())
+    kept.logs.catch(logging.INFO)
     try:
         yield kept
     finally:
+        kept.logs.configure(None)
+        ray.handlers[:], ray.propagate = of_ray[0], of_ray[2]
+        ray.setLevel(of_ray[1])
         root.handlers[:] = before[0]
         root.setLevel(before[1])
         sys.stdout, sys.stderr = before[2:]
@@ -208,6 +215,55 @@ def test_a_log_call_is_a_line_with_all_ids_and_its_own_fields() -> None:
             "size": 3,
             "extra_level": "mine",
         }
+
+
+def test_rays_loggers_keep_their_level_although_ray_gives_them_a_handler() -> None:
+    ray = logging.getLogger("ray")
+    with caught() as first:  # what Ray's import does comes before
+        ray.handlers[:], ray.propagate = [logging.StreamHandler(sys.stderr)], False
+        ray.setLevel(logging.INFO)
+        first.logs.catch(logging.INFO)
+        logging.getLogger("ray.serve").info("served")
+        logging.getLogger("ray.serve").debug("not asked for")
+        [line] = first.lines
+        assert (line["level"], line["event"], line["logger"], line["message"]) == (
+            "info",
+            "log",
+            "ray.serve",
+            "served",
+        )
+
+
+def test_a_logging_config_has_an_effect_by_each_of_its_fields_until_it_is_gone() -> None:
+    def say() -> list[dict[str, Any]]:
+        kept.lines.clear()
+        for name in ("ray.serve", "muster.own", "app"):
+            logging.getLogger(name).debug("detail")
+            logging.getLogger(name).warning("trouble")
+        print("printed")
+        return list(kept.lines)
+
+    with caught() as kept:
+        plain = say()
+        assert [line["level"] for line in plain] == ["warning", "warning", "warning", "info"]
+        kept.logs.configure(LoggingConfig(log_level="DEBUG"))
+        assert [(line["logger"], line["level"]) for line in say() if line["message"] == "detail"] == [
+            ("ray.serve", "debug"),
+            ("muster.own", "debug"),
+        ]
+        kept.logs.configure(LoggingConfig(log_level="ERROR"))
+        assert [line["logger"] for line in say()] == ["app", "stdout"]
+        kept.logs.configure(LoggingConfig(additional_log_standard_attrs=("funcName", "asctime", "args")))
+        line = say()[0]
+        assert (line["funcName"], line["args"], "encoding" in line) == ("say", [], False)
+        assert line["asctime"].startswith("20")
+        kept.logs.configure(LoggingConfig(encoding=LogEncoding.JSON))
+        *logged, printed = say()
+        assert {each["encoding"] for each in (*logged, printed)} == {"JSON"}
+        assert (logged[0]["levelname"], logged[0]["filename"]) == ("WARNING", "test_telemetry.py")
+        assert {"asctime", "lineno", "process"} <= logged[0].keys()
+        kept.logs.configure(None)
+        assert [line.keys() for line in say()] == [line.keys() for line in plain]
 
 
 def test_an_exception_is_in_the_line_and_wrong_arguments_raise_nothing() -> None:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TextIO, final
 
 from serve_common.clock import Clock, SystemClock
+from serve_common.config.backend import LogEncoding, LoggingConfig
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.connection import BusConnection
+from serve_common.protocol.reports import ENCODING
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.request_context import request_context
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
@@ -179,8 +181,24 @@ _RECORD_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {
     _RAY_ATTRIBUTE,
 }
 _RESERVED_FIELDS: Final = frozenset(
-    ("timestamp", "level", "event", "logger", "message", "request_id", "trace_id", "exception", "stack")
+    (
+        "timestamp",
+        "level",
+        "event",
+        "logger",
+        "message",
+        "request_id",
+        "trace_id",
+        "exception",
+        "stack",
+        ENCODING,
+    )
 )
+_JSON_ATTRIBUTES: Final = ("asctime", "levelname", "filename", "lineno", "process")
+"""Attributes of every record in Ray Serve's JSON, besides its message."""
+_LEVELLED: Final = ("ray.serve", "muster")
+"""Loggers that ``log_level`` is for, with those below them."""
+_RAY_LOGGER: Final = "ray"
 
 
 @final
@@ -198,12 +216,31 @@ class UserLogs(logging.Handler):
         self._ids = dict(ids)
         self._clock = clock
         self._taken = _RESERVED_FIELDS | self._ids.keys()
+        self._attributes: tuple[str, ...] = ()
+        """Attributes of records that are fields of their lines."""
+        self._formatter = logging.Formatter()
+        self._form: dict[str, str] = {}
+        """Fields that tell readers how to show a line."""
+
+    def configure(self, config: LoggingConfig | None) -> None:
+        """Follow ``config`` from now on; any thread may call it."""
+        level = logging.getLevelNamesMapping()[config.log_level] if config is not None else logging.NOTSET
+        for name in _LEVELLED:
+            logging.getLogger(name).setLevel(level)
+        attributes = () if config is None else config.additional_log_standard_attrs
+        is_json = config is not None and config.encoding is LogEncoding.JSON
+        self._form = {ENCODING: LogEncoding.JSON.value} if is_json else {}
+        self._attributes = (*_JSON_ATTRIBUTES, *attributes) if is_json else attributes
 
     def catch(self, level: int) -> None:
         """Capture the root logger, standard output and standard error from now on."""
         root = logging.getLogger()
         root.handlers[:] = [self]
         root.setLevel(level)
+        # Ray's import gave it a handler of its own, whose text would be a print, without its level.
+        ray = logging.getLogger(_RAY_LOGGER)
+        ray.handlers[:] = []
+        ray.propagate = True
         sys.stdout = CaughtPrints(sys.stdout, self._make_print_handler("stdout", "info"), self._flush_child)
         sys.stderr = CaughtPrints(
             sys.stderr, self._make_print_handler("stderr", "warning"), self._flush_child
@@ -217,6 +254,9 @@ class UserLogs(logging.Handler):
             message = f"{record.msg!r} with arguments that do not fit: {error}"
         line = self._new_line(record.created, record.levelname.lower(), "log", record.name, message)
         line["source"] = f"{record.pathname}:{record.lineno}"
+        for name in self._attributes:
+            value = self._formatter.formatTime(record) if name == "asctime" else getattr(record, name, None)
+            line.setdefault(name, value)
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = cut("".join(traceback.format_exception(record.exc_info[1])))
         if record.stack_info:
@@ -242,6 +282,7 @@ class UserLogs(logging.Handler):
             "logger": logger,
             "message": cut(message),
             **self._ids,
+            **self._form,
         }
         context = request_context.get()
         if context is not None:
@@ -284,7 +325,12 @@ class ReplicaLogs:
         self._forwarder = LogForwarder(way or open_log_sender(), lines_ids, clock)
         self._sink: NatsLogSink | None = None
         configure_replica_logs(self._forwarder, **ids)
-        UserLogs(self._forwarder, lines_ids, clock).catch(log_level())
+        self._users = UserLogs(self._forwarder, lines_ids, clock)
+        self._users.catch(log_level())
+
+    def configure(self, config: LoggingConfig | None) -> None:
+        """Follow ``config`` from now on; any thread may call it."""
+        self._users.configure(config)
 
     def join(self, bus: BusConnection, subjects: Subjects) -> None:
         """Publish from now on; on the connection's loop."""

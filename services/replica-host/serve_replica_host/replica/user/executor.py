@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, final
@@ -168,6 +170,7 @@ class UserExecutor:
         self._io_queue = io_queue
         self._direct = direct
         self._kinds = RequestKinds(code, io_queue)
+        self._finish = self._end
         self._tasks = RequestTasks()
         self._running = 0
         self._idle = asyncio.Event()
@@ -187,6 +190,10 @@ class UserExecutor:
                 item.exchange.writable.set()
         elif type(item) is Drop:
             self._drop(item)
+
+    def log_requests(self, *, enabled: bool) -> None:
+        """Log a line for each request that ends from now on, or none."""
+        self._finish = self._end_and_log if enabled else self._end
 
     async def wait_idle(self) -> None:
         """Wait until no user code runs for any request, not even after its response was sent."""
@@ -255,7 +262,7 @@ class UserExecutor:
         finally:
             if exchange.trace is not None:
                 exchange.trace.code_ended(*_get_failure(outcome))
-            self._end(outcome)
+            self._finish(outcome)
 
     def _end(self, outcome: IoEvent) -> None:
         self._running -= 1
@@ -265,6 +272,36 @@ class UserExecutor:
             self._direct.send(outcome)
         else:
             self._io_queue(outcome)
+
+    def _end_and_log(self, outcome: IoEvent) -> None:
+        self._end(outcome)
+        log_request(outcome, time.monotonic())
+
+
+_access_log: Final = logging.getLogger("ray.serve")
+
+
+def log_request(outcome: IoEvent, now: float) -> None:
+    """Log a request that ``outcome`` ends as Ray Serve does: method, path or method of the class, status, duration."""
+    exchange = outcome.exchange
+    head = exchange.head
+    is_http = head.kind in (RequestKind.HTTP, RequestKind.WEBSOCKET)
+    status: int | str = (
+        outcome.status if isinstance(outcome, WholeResponseEvent | Failed) else exchange.response_status
+    )
+    if exchange.is_dropped and head.kind is not RequestKind.WEBSOCKET:
+        status = "CANCELLED"
+    elif isinstance(outcome, Failed) and not is_http:
+        status = "ERROR"
+    elif not is_http or not status:
+        status = "OK"
+    _access_log.info(
+        "%s %s %s %.1fms",
+        head.method if head.kind is RequestKind.HTTP else "WEBSOCKET" if is_http else "CALL",
+        head.path if is_http else (head.call.method_name if head.call is not None else "") or "__call__",
+        status,
+        1000 * (now - exchange.started_at),
+    )
 
 
 def _raised(exchange: ReplicaRequest, error: BaseException) -> Failed:

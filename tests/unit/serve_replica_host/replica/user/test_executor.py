@@ -500,3 +500,45 @@ async def test_a_task_that_dies_is_reported() -> None:
         await in_a_callback(lambda: tasks.start(dies()))
 
     assert [line["event"] for line in logs] == ["task_failed"]
+
+
+@pytest.mark.parametrize(
+    ("head", "handler", "line"),
+    [
+        ({}, lambda: "x", "POST /shop/a%2Fb 200"),
+        ({}, lambda: Response(status_code=404), "POST /shop/a%2Fb 404"),
+        ({}, lambda: 1 / 0, "POST /shop/a%2Fb 500"),
+        ({"kind": RequestKind.CALL, "body_bytes": 0}, lambda: "x", "CALL __call__ OK"),
+        ({"kind": RequestKind.CALL, "body_bytes": 0}, lambda: 1 / 0, "CALL __call__ ERROR"),
+    ],
+)
+async def test_each_request_has_a_line_while_they_are_logged(
+    head: dict[str, Any], handler: Callable[..., Any], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(handler)
+    with caplog.at_level("INFO", logger="ray.serve"):
+        await bench.serve(exchange(**head))
+        assert not caplog.records
+        bench.side.log_requests(enabled=True)
+        await bench.serve(exchange(**head))
+        bench.side.log_requests(enabled=False)
+        await bench.serve(exchange(**head))
+    [record] = caplog.records
+    logged, _, duration = record.getMessage().rpartition(" ")
+    assert (record.levelname, logged) == ("INFO", line)
+    assert float(duration.removesuffix("ms")) > 0
+
+
+async def test_a_cancelled_request_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    async def wait() -> None:
+        await asyncio.sleep(60)
+
+    bench, asked = Bench(wait), exchange()
+    bench.side.log_requests(enabled=True)
+    with caplog.at_level("INFO", logger="ray.serve"):
+        bench.side.take(asked)
+        await asyncio.sleep(0)
+        bench.drop(asked)
+        await bench.until(1)
+    [record] = caplog.records
+    assert record.getMessage().startswith("POST /shop/a%2Fb CANCELLED ")
