@@ -65,10 +65,10 @@ def start(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def muster(directory: Path, *words: str) -> str:
+def muster(directory: Path, *words: str, code: int = 0) -> str:
     with start(directory, *words) as done:
         output = done.communicate(timeout=200)[0]
-    assert done.returncode == 0, output
+    assert done.returncode == code, output
     return output
 
 
@@ -124,6 +124,7 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
     assert (shown["status"], shown["deployments"]["Hello"]["replica_states"]) == ("RUNNING", {"RUNNING": 1})
     first = get(f"{url}/?name=bob")
     assert first.startswith("hello, bob ")
+    assert "nothing to do: application default" in muster(directory, "diff", "f.yaml")
     assert "nothing to do: application default" in muster(directory, "deploy", "f.yaml")
     assert get(f"{url}/?name=bob") == first, "the same process serves"
     config = yaml.safe_load(muster(directory, "config", "--name", "default"))
@@ -133,6 +134,9 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
         "- {name: moved, route_prefix: /, import_path: 'app:build', args: {greeting: moin}}\n"
         "- {name: hidden, route_prefix: null, import_path: app.app}\n"
     )
+    told = muster(directory, "diff", "g.yaml", code=1)
+    assert "+ route_prefix: /" in told
+    assert "note: the file leaves it out" in told
     assert "application default is deleted: the file leaves it out" in muster(directory, "deploy", "g.yaml")
     assert get(f"{url}/?name=bob").startswith("moin, bob ")
     assert status(directory, "hidden")["status"] == "RUNNING"

@@ -19,6 +19,7 @@ from muster.cli.help import Commands
 from muster.cli.output import Cell, print_error, print_table, shorten, style_state, table
 from muster.cli.queries import ReadRequest, query_command
 from muster.cli.session import Session
+from muster.cli.yaml_file import YamlFile, find_unknown_fields, parse_path
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
@@ -27,7 +28,7 @@ from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
 
 _AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
-_OF_FIELD: Final = re.compile(r"Object (?P<what>contains unknown|missing required) field `(?P<name>[^`]*)`")
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _TYPES: Final = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 
 _TYPE_NAMES: Final = {
@@ -39,29 +40,44 @@ _TYPE_NAMES: Final = {
 }
 
 
-def read_application(file: str, directory: Path) -> tuple[DeployApplication, list[str]]:
-    """Read ``file`` (``-``: standard input); returns the command, with directories as hosts see them, and notes.
+class FileText(msgspec.Struct, frozen=True):
+    """A file that was read."""
 
-    Everything is checked before anything is sent. Raises `BadField` with the file and the path in it: the file is
-    written by hand, and ``deployments[1].backend_config.num_replicas`` is the place to correct.
-    """
+    text: str
+    named: str
+    """The file, for people."""
+    directory: Path
+    """The directory that its relative paths are resolved in."""
+
+
+def read_file(file: str, directory: Path, field: str) -> FileText:
+    """Read ``file`` (``-``: standard input) of ``directory``. Raises `BadField`."""
     if file == "-":
-        named, base, text = "standard input", directory, sys.stdin.read()
-    else:
-        path = directory / file
-        named, base, text = file, path.parent, parsing.read_text(path, "--file")
-    value = parsing.yaml_value(text, named)
+        return FileText(sys.stdin.read(), "standard input", directory)
+    path = directory / file
+    return FileText(parsing.read_text(path, field), file, path.parent)
+
+
+def parse_application(found: FileText) -> tuple[DeployApplication, list[str]]:
+    """The command that a file describes, with directories as hosts see them, and notes.
+
+    Everything is checked before anything is sent. Raises `BadField` with the file, the line and the path in it: the
+    file is written by hand, and ``deployments[1].backend_config.num_replicas`` is the place to correct.
+    """
+    file = YamlFile(found.text, found.named)
+    if not isinstance(file.value, dict):
+        raise file.build_error((), "must have the fields of an application: name, deployments, ingress, ...")
+    if "request_id" in file.value:
+        raise file.build_error(("request_id",), "belongs to one run, not into a file")
+    if unknown := [*find_unknown_fields(file.value, DeployApplication)]:
+        raise file.build_errors(unknown)
     try:
-        return _application(value, base)
+        return _application(file.value, found.directory)
     except BadField as error:
-        raise BadField(f"{named}: {error.field}" if error.field else named, error.reason) from error
+        raise file.build_error(parse_path(error.field), error.reason) from error
 
 
-def _application(value: Any, base: Path) -> tuple[DeployApplication, list[str]]:
-    if not isinstance(value, dict):
-        raise BadField("", "must have the fields of an application: name, deployments, ingress, ...")
-    if "request_id" in value:
-        raise BadField("request_id", "belongs to one run, not into a file")
+def _application(value: dict[str, Any], base: Path) -> tuple[DeployApplication, list[str]]:
     try:
         request = msgspec.convert(value, DeployApplication)
     except msgspec.ValidationError as error:
@@ -96,11 +112,9 @@ def _get_field(text: str) -> BadField:
     found = _AT.search(text)
     at = "" if found is None else found["path"]
     text = _AT.sub("", text)
-    of_field = _OF_FIELD.match(text)
-    if of_field is not None:
-        name = of_field["name"]
-        reason = "is unknown" if of_field["what"] == "contains unknown" else "is missing"
-        return BadField(f"{at}.{name}" if at else name, reason)
+    missing = _MISSING.match(text)
+    if missing is not None:
+        return BadField(f"{at}.{missing['name']}" if at else missing["name"], "is missing")
     types = _TYPES.match(text)
     if types is None:
         return BadField(at, text)
@@ -149,12 +163,12 @@ def deploy(
     endpoint_options, shard_key_header, backend_header and relative_slo_ms; under backend_config, all others.
     'methods' stands beside route_prefix.
     """
-    return build_app_change(file, session.directory)
+    return build_app_change(read_file(file, session.directory, "--file"))
 
 
-def build_app_change(file: str, directory: Path) -> ChangeRequest:
+def build_app_change(found: FileText) -> ChangeRequest:
     """The change that a file describes. Raises `BadField`."""
-    request, notes = read_application(file, directory)
+    request, notes = parse_application(found)
     for note in notes:
         print_error(note)
     return ChangeRequest(

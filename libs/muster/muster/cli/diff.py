@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
-from muster.cli.apps import read_application
-from muster.cli.changes import show_plan
-from muster.cli.output import format_value, mask_variable, print_error, print_json, print_line
+from muster.cli.apps import build_app_change, read_file
+from muster.cli.changes import ChangeRequest, show_plan
+from muster.cli.output import Progress, format_value, mask_variable, print_error, print_json, print_line
 from muster.cli.queries import stack_command
+from muster.cli.serve_options import AppDirOption
 from muster.cli.session import ExitCode, Session, StackChoice, get_exit_code
-from muster.client.admin import AdminClient
-from serve_common.api.commands import DeployApplication, DeploymentSpec
-from serve_common.api.queries import GetAllApplications, ListDeployments, Plan
+from muster.client.admin import AdminClient, Stack
+from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec, SetHttpOptions
+from serve_common.api.queries import GetAllApplications, GetHttpConfig, ListDeployments, Plan
 from serve_common.api.views import ApplicationView, DeploymentView, PlanView
 from serve_common.config.backend import BackendConfig, EndpointOptions, ReplicaConfig
 from serve_common.errors import ServeError
@@ -33,9 +34,10 @@ class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file would change; printed with ``--json``."""
+    """What a file would change of one application, or of the HTTP options; printed with ``--json``."""
 
-    application: str
+    what: str
+    """Such as ``application shop``."""
     changes: list[FieldChange]
     plan: PlanView
 
@@ -48,62 +50,97 @@ def diff(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="File of an application, as of 'muster app deploy'; '-' reads it."
+            metavar="FILE", help="File as of 'muster deploy' or of 'muster app deploy'; '-' reads it."
         ),
     ],
+    app_dir: AppDirOption = ".",
     as_json: bool = False,
 ) -> None:
     """Show what a file would change and which replicas would restart; change nothing.
 
-    Example:
+    Examples:
       muster diff shop.yaml
+      muster diff serve.yaml --json
 
-    The exit code is 0 when nothing would change, 1 when something would, and 2 or more for an error. Values of
-    environment variables that look like secrets are masked. A deployment whose version the file leaves out is always
-    replaced.
+    The file has one application in Muster's form, or several in that of Ray Serve, whose code is imported as 'muster
+    deploy' does. The exit code is 0 when nothing would change, 1 when something would, and 2 or more for an error.
+    Values of environment variables that look like secrets are masked. A deployment whose version a file in Muster's
+    form leaves out is always replaced.
     """
     with session.reporting(as_json=as_json):
         try:
-            request, notes = read_application(file, session.directory)
-            found = session.run(
-                session.find_stack(choice),
-                "diff",
-                lambda stack, _progress: compare(stack.admin, request),
-            )
+            # Only here: it imports Pydantic and what pickles code.
+            from muster.cli import serve_deploy  # noqa: PLC0415 - as above
+
+            text = read_file(file, session.directory, "FILE")
+            request = serve_deploy.prepare_serve_file(session, text, app_dir)
+            own = build_app_change(text) if request is None else None
+
+            async def compare(stack: Stack, _progress: Progress) -> list[Difference]:
+                if own is not None:
+                    return await compare_plans(stack.admin, [(own, await _plan(stack.admin, own))])
+                assert request is not None
+                return await compare_plans(stack.admin, await serve_deploy.plan(stack, request))
+
+            found = session.run(session.find_stack(choice), "diff", compare)
         except ServeError as error:
             if get_exit_code(error) is not ExitCode.FAILED:
                 raise
             print_error(f"error: {error}")  # 1 says that something would change
             raise typer.Exit(ExitCode.BAD_INPUT) from error
-        for note in notes:
-            print_error(note)
         if as_json:
             print_json(found)
         else:
-            _show(found)
-        if found.plan.updating:
+            for each in found:
+                _show(each)
+        if any(each.plan.updating for each in found):
             raise typer.Exit(DIFFERENT)
 
 
-async def compare(admin: AdminClient, request: DeployApplication) -> Difference:
-    """Compare an application's file with what is deployed. Raises what the controller raises."""
-    plan = await admin.call(Plan.for_command(request))
-    there = [each for each in await admin.call(GetAllApplications()) if each.name == request.name]
-    deployments = [each for each in await admin.call(ListDeployments()) if each.application == request.name]
-    before = _flatten(_describe_deployed(there[0], deployments)) if there else {}
-    after = _flatten(_describe_file(request))
+async def _plan(admin: AdminClient, change: ChangeRequest) -> PlanView:
+    return await admin.call(Plan.for_command(change.command))
+
+
+async def compare_plans(
+    admin: AdminClient, plans: Sequence[tuple[ChangeRequest, PlanView]]
+) -> list[Difference]:
+    """Compare changes of applications and HTTP options with what there is. Raises what the controller raises."""
+    applications = {each.name: each for each in await admin.call(GetAllApplications())}
+    deployments = await admin.call(ListDeployments())
+    found = []
+    for change, plan in plans:
+        command, before, after = change.command, dict[str, Any](), dict[str, Any]()
+        match command:
+            case DeployApplication(name=name) | DeleteApplication(name=name):
+                own = [each for each in deployments if each.application == name]
+                if name in applications:
+                    before = _flatten(_describe_deployed(applications[name], own))
+                if isinstance(command, DeployApplication):
+                    after = _flatten(_describe_file(command))
+                    _leave_to_load(own, before, after)
+            case SetHttpOptions(options=options):
+                current = msgspec.to_builtins(await admin.call(GetHttpConfig()))
+                before, after = {name: current[name] for name in options}, options
+            case _:
+                pass
+        changes = [
+            FieldChange(field=field, before=before.get(field), after=after.get(field))
+            for field in sorted(before.keys() | after.keys())
+            if before.get(field) != after.get(field)
+            and not _is_default(field, before.get(field), after.get(field))
+        ]
+        found.append(Difference(what=change.what, changes=[_masked(each) for each in changes], plan=plan))
+    return found
+
+
+def _leave_to_load(
+    deployments: Sequence[DeploymentView], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Take out the numbers of replicas that the load decides."""
     for each in deployments:
         if each.backend_config.autoscaling_config is not None:
-            # The load decides it.
-            before.pop(f"{_local_name(each.name)}.backend_config.num_replicas", None)
-            after.pop(f"{_local_name(each.name)}.backend_config.num_replicas", None)
-    changes = [
-        FieldChange(field=field, before=before.get(field), after=after.get(field))
-        for field in sorted(before.keys() | after.keys())
-        if before.get(field) != after.get(field)
-        and not _is_default(field, before.get(field), after.get(field))
-    ]
-    return Difference(application=request.name, changes=[_masked(each) for each in changes], plan=plan)
+            for side in (before, after):
+                side.pop(f"{_local_name(each.name)}.backend_config.num_replicas", None)
 
 
 def _describe_file(request: DeployApplication) -> dict[str, Any]:
@@ -180,7 +217,7 @@ def _show(found: Difference) -> None:
             print_line(f"- {change.field}: {format_value(change.before)}")
         else:
             print_line(f"~ {change.field}: {format_value(change.before)} -> {format_value(change.after)}")
-    show_plan(found.plan, f"application {found.application}", "is already as in the file")
+    show_plan(found.plan, found.what, "is already as in the file")
 
 
 _DEFAULTS: Final = _flatten(

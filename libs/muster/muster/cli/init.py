@@ -59,6 +59,8 @@ curl 'http://127.0.0.1:8000/?name=Ada'      # in another terminal
 python -m pytest                            # needs no stack
 ```
 
+`muster run app:app` runs it too, and with `--reload` again after each change of a file.
+
 `app.py` has the model. What it imports from this directory goes along with it, except what `.musterignore` names.
 
 With `muster up` in another terminal the stack stays when the program ends, and `muster status`, `muster logs` and
@@ -116,7 +118,8 @@ def init(
             return
         print_line(f"{directory} has {', '.join(_FILES)}. Next:")
         enter = "" if directory == "." else f"cd {directory} && "
-        print_line(f"  {enter}python app.py\n  curl 'http://127.0.0.1:8000/?name=Ada'")
+        print_line(f"  {enter}python app.py       # or: muster run app:app")
+        print_line("  curl 'http://127.0.0.1:8000/?name=Ada'")
 
 
 def _write(target: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from muster.cli.yaml_file import ValuePath, YamlFile, suggest
+from muster.cli.yaml_file import FoundErrors, ValuePath, YamlFile, find_unknown_fields
 from muster.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 from muster.sdk.deployments import check_runtime_env, deployment
 from muster.sdk.run import check_route_prefix
@@ -66,7 +66,7 @@ def check_config(file: YamlFile, directory: Path) -> ServeConfig:
         raise file.build_error((), "must have the field 'applications', a list")
     if "applications" not in file.value and "import_path" in file.value:
         raise file.build_error(("import_path",), "belongs into the list 'applications'")
-    errors = [*_unknown_fields(file.value, ServeDeploySchema, ())]
+    errors = [*find_unknown_fields(file.value, ServeDeploySchema)]
     if not errors:
         try:
             schema = ServeDeploySchema.model_validate(file.value)
@@ -76,43 +76,10 @@ def check_config(file: YamlFile, directory: Path) -> ServeConfig:
             errors = [*_unsupported(schema)]
             if not errors:
                 return ServeConfig(file=file, schema=schema, directory=directory)
-    found = sorted({(file.find_line(path), *_spelled(file, path, reason)) for path, reason in errors})
-    _, where, reason = found[0]
-    more = "".join(f"\n  {name}: {why}" for _, name, why in found[1:])
-    raise BadField(where, f"{reason}{more}")
+    raise file.build_errors(errors)
 
 
-def _spelled(file: YamlFile, path: ValuePath, reason: str) -> tuple[str, str]:
-    error = file.build_error(path, reason)
-    return error.field, error.reason
-
-
-Found = Iterator[tuple[ValuePath, str]]
-
-
-def _unknown_fields(value: Any, model: type[BaseModel], path: tuple[str | int, ...]) -> Found:
-    """Keys that are no fields. Ray Serve overlooks some of them: a misspelt one would silently have no effect."""
-    if not isinstance(value, dict):
-        return
-    for name, inner in value.items():
-        if name not in model.model_fields:
-            yield (*path, name), f"is unknown{suggest(name, model.model_fields)}"
-            continue
-        for nested in _models_in(model.model_fields[name].annotation):
-            if isinstance(inner, list):
-                for at, each in enumerate(inner):
-                    yield from _unknown_fields(each, nested, (*path, name, at))
-            else:
-                yield from _unknown_fields(inner, nested, (*path, name))
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for each in get_args(annotation) for model in _models_in(each)]
-
-
-def _invalid_fields(value: Any, error: ValidationError) -> Found:
+def _invalid_fields(value: Any, error: ValidationError) -> FoundErrors:
     seen = set[ValuePath]()
     for each in error.errors():
         if "DEFAULT" in map(str, each["loc"]):
@@ -136,7 +103,7 @@ def _cut(value: Any, place: ValuePath, *, is_missing: bool) -> ValuePath:
     return tuple(path)
 
 
-def _unsupported(schema: ServeDeploySchema) -> Found:
+def _unsupported(schema: ServeDeploySchema) -> FoundErrors:
     if schema.target_capacity is not None:
         yield (
             ("target_capacity",),

@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from muster.cli import parsing
-from muster.cli.apps import build_app_change
+from muster.cli.apps import FileText, build_app_change, read_file
 from muster.cli.changes import (
     ChangeOptions,
     ChangeOutcome,
@@ -32,7 +32,7 @@ from muster.cli.output import Progress, print_error, print_json, print_line
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
 from muster.cli.session import ExitCode, Session, StackChoice
-from muster.cli.yaml_file import YamlFile
+from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import ServeApplicationSchema
 from muster.sdk.applications import PreparedApplication, prepare_application
@@ -45,6 +45,10 @@ from serve_common.errors import BadField, CommandRefused
 
 _SHOWN_UPLOAD_BYTES: Final = 2**20
 """Code of this size takes long enough to say that it is uploaded."""
+
+
+_LEFT_OUT: Final = "the file leaves it out"
+"""Why an application is deleted."""
 
 
 class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +98,7 @@ def prepare_file(
 
 def _located(file: YamlFile, at: int, error: BadField) -> BadField:
     """The error with the place in the file; the field is a path within the application's part, or of the code."""
-    path: list[str | int] = ["applications", at]
-    steps = error.field.replace("]", "").replace("[", ".").split(".")
-    path += [int(step) if step.isdigit() else step for step in steps]
+    path: list[str | int] = ["applications", at, *parse_path(error.field)]
     located = file.build_error(path, error.reason)
     return (
         located if path[2] in ServeApplicationSchema.model_fields else file.build_error(path[:2], str(error))
@@ -143,17 +145,26 @@ def build_file_change(
     ignored: str | None,
 ) -> ChangeRequest | ChangeRun:
     """What `muster deploy FILE` does. Raises `BadField`."""
-    path = session.directory / file
-    text = parsing.read_text(path, "FILE")
+    found = read_file(file, session.directory, "FILE")
     if ignored is not None:
         print_error(ignored)
-    if not is_serve_config(parsing.yaml_value(text, file)):
-        return build_app_change(file, session.directory)
+    request = prepare_serve_file(session, found, app_dir)
+    return build_app_change(found) if request is None else partial(run_deploy, request=request)
+
+
+def prepare_serve_file(session: Session, found: FileText, app_dir: str | None) -> ServeRequest | None:
+    """The request of a file in Ray Serve's form, with its notes printed; None for one in Muster's own.
+
+    Raises `BadField`.
+    """
+    if not is_serve_config(parsing.yaml_value(found.text, found.named)):
+        return None
     show_warnings()
-    request, config = prepare_file(text, file, path.parent, import_places(session, app_dir))
+    places = import_places(session, app_dir)
+    request, config = prepare_file(found.text, found.named, found.directory, places)
     if (note := config.note()) is not None:
         print_error(note)
-    return partial(run_deploy, request=request)
+    return request
 
 
 def build_import_change(
@@ -245,7 +256,7 @@ def _delete_change(name: str) -> ChangeRequest:
     return ChangeRequest(
         command=DeleteApplication(name=name),
         what=f"application {name}",
-        done="is deleted: the file leaves it out",
+        done=f"is deleted: {_LEFT_OUT}",
         already="does not exist",
         progress_command="muster app list",
     )
@@ -296,9 +307,15 @@ async def deploy(
 
 
 async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest, PlanView]]:
-    """What `deploy` would do."""
+    """What `deploy` would do, as far as the controller can tell before code is uploaded."""
     first, *later = _plan_steps(request, await stack.admin.call(GetAllApplications())) or [[]]
     plans = [(step.change, await stack.admin.call(Plan.for_command(step.change.command))) for step in first]
+    plans = [
+        (change, msgspec.structs.replace(view, notes=[*view.notes, _LEFT_OUT]))
+        if isinstance(change.command, DeleteApplication)
+        else (change, view)
+        for change, view in plans
+    ]
     note = "happens once other applications have given up its route"
     later_plan = PlanView(updating=True, replicas=[], notes=[note])
     return [*plans, *((step.change, later_plan) for wave in later for step in wave)]

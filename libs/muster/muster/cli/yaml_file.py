@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
+
+import msgspec
 
 from muster.cli import parsing
 from serve_common.errors import BadField
 
 ValuePath = Sequence[str | int]
 """Keys and indices from the root of a file to a value."""
+FoundErrors = Iterator[tuple[ValuePath, str]]
+"""What is wrong in a file: paths and reasons."""
 
 
 @final
@@ -41,6 +46,16 @@ class YamlFile:
         """The error that says what is wrong with a value, and where it is."""
         where = f"{self.name}:{self.find_line(path)}"
         return BadField(f"{where}: {spell_path(path)}" if path else where, reason)
+
+    def build_errors(self, found: Iterable[tuple[ValuePath, str]]) -> BadField:
+        """One error that has all of them, in the order of their lines; there must be one at least."""
+        errors = [self.build_error(path, reason) for path, reason in sorted(found, key=self._get_place)]
+        more = "".join(f"\n  {error.field}: {error.reason}" for error in errors[1:])
+        return BadField(errors[0].field, f"{errors[0].reason}{more}")
+
+    def _get_place(self, error: tuple[ValuePath, str]) -> tuple[int, str, str]:
+        path, reason = error
+        return self.find_line(path), spell_path(path), reason
 
     @staticmethod
     def _step(node: Any, step: str | int) -> tuple[Any, int] | None:
@@ -77,6 +92,42 @@ class YamlFile:
 def spell_path(path: ValuePath) -> str:
     """The path as one would write it: ``applications[0].name``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+def parse_path(text: str) -> list[str | int]:
+    """The inverse of `spell_path`."""
+    steps = text.replace("]", "").replace("[", ".").split(".")
+    return [int(step) if step.isdigit() else step for step in steps if step]
+
+
+def find_unknown_fields(value: Any, kind: Any, path: tuple[str | int, ...] = ()) -> FoundErrors:
+    """Keys of a value that are no fields of ``kind``, a struct of msgspec or a model of Pydantic, or of what is in it.
+
+    No field may be a mapping of structs or models.
+    """
+    fields = _get_fields(kind)
+    if fields is not None:
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if name in fields:
+                yield from find_unknown_fields(inner, fields[name], (*path, name))
+            else:
+                yield (*path, name), f"is unknown{suggest(name, fields)}"
+        return
+    for each in typing.get_args(kind):
+        if isinstance(value, list):
+            for at, inner in enumerate(value):
+                yield from find_unknown_fields(inner, each, (*path, at))
+        else:
+            yield from find_unknown_fields(value, each, path)
+
+
+def _get_fields(kind: Any) -> Mapping[str, Any] | None:
+    """The types of a class's fields; None where it has none."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return {each.encode_name: each.type for each in msgspec.structs.fields(kind)}
+    if isinstance(kind, type) and hasattr(kind, "model_fields"):
+        return {name: each.annotation for name, each in kind.model_fields.items()}
+    return None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

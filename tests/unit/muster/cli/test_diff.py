@@ -104,8 +104,8 @@ def test_a_file_that_changes_something_is_told_field_by_field(muster: Run, shop:
         "~ route_prefix: /former -> /shop",
     ]
     assert shop.asked_of("deploy_application") == [], "nothing is changed"
-    document = json.loads(muster("diff", "shop.yaml", "--json").stdout)
-    assert document["application"] == "shop"
+    [document] = json.loads(muster("diff", "shop.yaml", "--json").stdout)
+    assert document["what"] == "application shop"
     assert document["plan"]["updating"] is True
     assert {"field": "front.version", "before": "v1", "after": "v2"} in document["changes"]
 

@@ -22,6 +22,7 @@ Run = Callable[..., Result]
 def test_a_project_is_written_whose_test_passes(muster: Run, tmp_path: Path) -> None:
     result = muster("init", "demo")
     assert result.exit_code == 0, result.output
+    assert "cd demo && python app.py       # or: muster run app:app" in result.stdout
     project = tmp_path / "demo"
     assert {path.name for path in project.iterdir()} == {
         "app.py", "test_app.py", "README.md", ".musterignore", "requirements.txt",

@@ -15,7 +15,7 @@ from typer.testing import Result
 
 from serve_common.api.commands import ChangeReply, DeployApplication, UploadCodeReply
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus, GoalView, PlanView
-from serve_common.config.backend import LogEncoding, LoggingConfig
+from serve_common.config.backend import HttpOptions, LogEncoding, LoggingConfig
 from serve_common.errors import Conflict
 from serve_common.names import GoalId
 
@@ -407,6 +407,42 @@ def test_a_dry_run_shows_all_changes_and_makes_none(
     assert "application default: would change" in result.stdout
     assert "the plan's note" in result.stdout
     assert {verb for verb, _ in controller.asked} == {"get_all_applications", "plan"}
+
+
+def test_a_diff_tells_what_a_deploy_of_the_file_would_change(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    changes = PlanView(updating=True, replicas=[], notes=[])
+    controller.answers.update(
+        plan=changes,
+        list_deployments=[],
+        get_all_applications=[view("old", "/old", {"import_path": "a:b"})],
+        get_http_config=HttpOptions(request_timeout_s=60.0),
+    )
+    file = write(
+        tmp_path, f"http_options: {{request_timeout_s: 5}}\napplications: [{{import_path: '{module}:app'}}]\n"
+    )
+    result = muster("diff", file)
+    assert result.exit_code == 1, result.output
+    lines = result.stdout.splitlines()
+    assert f"+ Model.replica_config.import_path: {module}:Model" in lines
+    assert "+ Model.backend_config.max_concurrent_queries: 7" in lines
+    assert lines.index("application default: would change; no replica is touched") < lines.index(
+        "- route_prefix: /old"
+    )
+    assert "application old: would change; no replica is touched" in lines
+    assert "note: the file leaves it out" in lines
+    assert "~ request_timeout_s: 60.0 -> 5.0" in lines
+    assert {verb for verb, _ in controller.asked} == {
+        "get_all_applications", "list_deployments", "plan", "get_http_config",
+    }  # fmt: skip
+    whats = [each["what"] for each in json.loads(muster("diff", file, "--json").stdout)]
+    assert whats == ["application default", "application old", "HTTP options"]
+    controller.answers["plan"] = msgspec.structs.replace(changes, updating=False)
+    assert muster("diff", file).exit_code == 0
+    refused = muster("diff", write(tmp_path, "applications: [{import_pat: a:b}]"))
+    assert refused.exit_code == 2
+    assert "did you mean 'import_path'?" in refused.stderr
 
 
 def test_an_import_path_without_a_name_is_an_application(
