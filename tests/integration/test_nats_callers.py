@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import nats
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -156,6 +157,34 @@ async def test_a_stream_stops_when_its_caller_leaves(stack: Stack) -> None:
     async with asyncio.timeout(10):
         await replica.wait(lambda: bool(replica.cancelled))
     await stack.until_shown('code="499"')
+
+
+async def test_a_stream_whose_pieces_flow_stops_within_a_second_when_its_callers_connection_closes(
+    stack: Stack,
+) -> None:
+    replica = await serve_calls(stack)
+    caller = await nats.connect(stack.server.url)
+    heard: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = caller.new_inbox()
+    await caller.subscribe(inbox, cb=heard.put)
+    await caller.publish(SUBJECT, b"drip", reply=inbox, headers={"X-Serve-Stream": "1"})
+
+    async def drip() -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            replica.drip(b"more")
+
+    async with asyncio.TaskGroup() as tasks:
+        dripping = tasks.create_task(drip())
+        for _ in range(3):
+            await next_message(heard)
+        assert not replica.cancelled
+        await caller.close()
+        left_at = asyncio.get_running_loop().time()
+        async with asyncio.timeout(10):
+            await replica.wait(lambda: bool(replica.cancelled))
+        dripping.cancel()
+    assert asyncio.get_running_loop().time() - left_at < 1
 
 
 async def test_a_silent_stream_stops_within_a_second_when_its_caller_takes_heartbeats(stack: Stack) -> None:

@@ -21,6 +21,9 @@ import pytest_asyncio
 from muster.client import connect_stack
 from muster.embedded.stack import EmbeddedStack
 from serve_common.api.queries import ListDeployments
+from serve_common.identities.roles import Role
+from serve_common.nats.client import connect_nats
+from serve_common.runtime.settings import Environment, read_bus_settings
 from tests.support.paths import ROOT
 from tests.support.servers.reserved_port import ANY_PORTS
 
@@ -218,6 +221,61 @@ async def test_logging_config_reaches_replicas_that_go_on_by_each_of_its_fields(
         "printed global",
         "GET /words/global",
     }
+
+
+TICKER = """
+import asyncio
+import time
+from pathlib import Path
+
+from starlette.responses import StreamingResponse
+
+import muster as serve
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Ticker:
+    def __call__(self, request):
+        return StreamingResponse(self.tick())
+
+    async def tick(self):
+        try:
+            while True:
+                yield "tick"
+                await asyncio.sleep(0.1)
+        finally:
+            Path("MARK").write_text(str(time.monotonic()))
+
+
+serve.run(Ticker.bind(), name="ticker", route_prefix="/ticker")
+"""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_streamed_call_with_callers_credentials_stops_within_a_second_when_its_caller_leaves(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    state_dir, mark = Path(stack.record.state_dir), tmp_path / "stopped"
+    done = await asyncio.to_thread(run, tmp_path, state_dir, TICKER.replace("MARK", str(mark)))
+    assert done.returncode == 0, done.stderr
+    environment = {
+        "MUSTER_NATS_URL": stack.record.nats_url,
+        "MUSTER_NATS_CREDS_FILE": str(state_dir / "secrets" / "caller.creds"),
+    }
+    settings = read_bus_settings(Environment(environment), Role.CALLER)
+    caller = await connect_nats(settings, name="caller", deadline_s=20.0)
+    inbox = caller.new_inbox()
+    pieces = await caller.subscribe(inbox)
+    await caller.publish("serve.call.ticker.Ticker", b"", reply=inbox, headers={"X-Serve-Stream": "1"})
+    for _ in range(3):
+        assert (await pieces.next_msg(timeout=20)).data == b"tick"
+    assert not mark.exists()
+    left_at = time.monotonic()
+    await caller.close()
+    async with asyncio.timeout(20):
+        while not (mark.exists() and mark.read_text()):  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.02)
+    assert float(mark.read_text()) - left_at < 1
 
 
 @pytest.mark.asyncio(loop_scope="module")
