@@ -205,7 +205,7 @@ class ControllerBus(Protocol):
 
         Events are for people: no component depends on them, and any may be lost.
 
-        ``subject`` may be a tag or an id. ``payload`` is JSON: a `GoalView` for the kind ``goal``, else an `EventView`.
+        ``subject`` may be a tag or an id. ``payload`` is an `EventView` as JSON.
         """
         ...
 

@@ -49,7 +49,7 @@ class AdminDesk:
 
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
-        self.told: list[tuple[str, str, GoalView | EventView]] = []
+        self.told: list[tuple[str, str, EventView]] = []
         """Kind, subject and content of every event that was published."""
         self._heard = asyncio.Condition()
 
@@ -135,7 +135,7 @@ class AdminDesk:
     async def _listen(self, events: Subscription) -> None:
         async for message in events.messages:
             kind, _, subject = message.subject.removeprefix(f"{self.subjects.prefix}.event.").partition(".")
-            content = msgspec.json.decode(message.data, type=GoalView if kind == "goal" else EventView)
+            content = msgspec.json.decode(message.data, type=EventView)
             async with self._heard:
                 self.told.append((kind, subject, content))
                 self._heard.notify_all()
@@ -154,14 +154,14 @@ class AdminDesk:
 
     async def until_told(
         self, kind: str, subject: str, *, state: str, timeout_s: float = SOON_S
-    ) -> list[GoalView | EventView]:
+    ) -> list[EventView]:
         """Everything told of that subject, once ``state`` is."""
 
-        def found() -> list[GoalView | EventView]:
+        def found() -> list[EventView]:
             return [content for k, s, content in self.told if (k, s) == (kind, subject)]
 
         def is_notified() -> bool:
-            return any(state == (c.status.value if isinstance(c, GoalView) else c.state) for c in found())
+            return any(state == each.state for each in found())
 
         async with asyncio.timeout(timeout_s), self._heard:
             await self._heard.wait_for(is_notified)

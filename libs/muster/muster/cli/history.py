@@ -26,13 +26,11 @@ from muster.cli.queries import ReadRequest, query_command, stream_command
 from muster.cli.session import Session
 from muster.client.requests import FeedMessage, StackAddress
 from serve_common.api.queries import GetEvents, GetHistory, GetRevisions
-from serve_common.api.views import EventView, GoalView, HistoryView, RevisionView
-from serve_common.clock import SystemClock
+from serve_common.api.views import EventView, HistoryView, RevisionView
 from serve_common.errors import BadField
 from serve_common.names import ReplicaTag, deployment_tag, parse_backend_tag
 from serve_common.protocol.subjects import UNREADABLE, Subjects
 
-_GOAL: Final = "goal"
 _RETRY_S: Final = 15.0
 
 
@@ -76,7 +74,7 @@ async def events(
             _show_events(found)
         return
     subjects = Subjects(address.subject_prefix)
-    event_filter, clock = EventFilter(subject), SystemClock()
+    event_filter = EventFilter(subject)
     # Subscribe first: an event between the two is received twice rather than never.
     async with session.listen(address, [subjects.events]) as feed:
         shown = await _query(session, address, query)
@@ -84,7 +82,7 @@ async def events(
         _show_each(shown, as_json=as_json)
         while True:
             message = await feed.receive()
-            event = None if message is None else decode_event(message, subjects, clock.now())
+            event = None if message is None else decode_event(message)
             if event is not None and event_filter.matches(event) and event not in shown:
                 _show_each([event], as_json=as_json)
 
@@ -122,22 +120,12 @@ class EventFilter:
         return matches
 
 
-def decode_event(message: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
+def decode_event(message: FeedMessage) -> EventView | None:
     """Decode the event in a message; None for one that this version cannot read."""
     try:
-        if not message.subject.startswith(subjects.event(_GOAL, "")):
-            return msgspec.json.decode(message.payload, type=EventView)
-        goal = msgspec.json.decode(message.payload, type=GoalView)
+        return msgspec.json.decode(message.payload, type=EventView)
     except UNREADABLE:
         return None
-    return EventView(
-        at=now,
-        kind=_GOAL,
-        subject=goal.goal_id,
-        message=goal.error or goal.message,
-        state=goal.status.value,
-        goal_id=goal.goal_id,
-    )
 
 
 async def _query(session: Session, address: StackAddress, query: GetEvents) -> list[EventView]:

@@ -26,7 +26,7 @@ class GoalStatus(Enum):
 
 
 class GoalView(msgspec.Struct, frozen=True, kw_only=True):
-    """One goal as callers see it; also what is published on ``serve.event.goal.<goal_id>``."""
+    """One goal as callers see it."""
 
     goal_id: GoalId
     """Id of the goal."""
@@ -299,7 +299,7 @@ class SnapshotView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventView(msgspec.Struct, frozen=True, kw_only=True):
-    """One event."""
+    """One event; also what is published on ``serve.event.<kind>.<subject>``."""
 
     at: float
     """Seconds since 1970."""

@@ -27,7 +27,7 @@ from nats.js.api import (
 from nats.js.errors import NotFoundError
 from nats.js.kv import KeyValue
 
-from serve_common.api.views import EventView, GoalView
+from serve_common.api.views import EventView
 from serve_common.errors import BusUnavailable, LimitReached
 from serve_common.nats.bucket_watch import BucketWatch, Entries
 from serve_common.protocol.snapshots import Snapshot
@@ -179,8 +179,6 @@ MESSAGES_PER_SUBJECT_MAX: Final = 100
 BYTES_MAX: Final = 64 * 1024 * 1024
 AGE_MAX_S: Final = 7 * 24 * 3600.0
 
-GOAL: Final = "goal"
-"""The kind of events whose payload is a `GoalView`."""
 _TOKEN = r"(?:(?![.*>])[!-~])+"  # noqa: S105 - of a subject
 _SUBJECT: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})+")
 
@@ -316,7 +314,7 @@ async def recent_events(client: Client, subjects: Subjects, limit: int) -> list[
     views, unreadable = [], 0
     for message in messages:
         try:
-            views.append(_view(message, subjects))
+            views.append(msgspec.json.decode(message.data, type=EventView))
         except UNREADABLE:
             unreadable += 1
     if unreadable:
@@ -355,17 +353,3 @@ async def _read(client: Client, subjects: Subjects, limit: int) -> deque[Msg]:
     finally:
         await subscription.unsubscribe()
     return newest
-
-
-def _view(message: Msg, subjects: Subjects) -> EventView:
-    if not message.subject.startswith(subjects.event(GOAL, "")):
-        return msgspec.json.decode(message.data, type=EventView)
-    goal = msgspec.json.decode(message.data, type=GoalView)
-    return EventView(
-        at=message.metadata.timestamp.timestamp(),
-        kind=GOAL,
-        subject=goal.goal_id,
-        message=goal.error or goal.message,
-        state=goal.status.value,
-        goal_id=goal.goal_id,
-    )

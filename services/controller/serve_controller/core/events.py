@@ -44,6 +44,8 @@ from serve_controller.core.transitions import WANTED
 from serve_controller.core.views.hosts import view_goal
 
 MESSAGE_LENGTH_MAX: Final = 500
+GOAL: Final = "goal"
+"""The kind of events of goals."""
 
 
 def last_line(error: str) -> str:
@@ -296,6 +298,19 @@ class _EventCollector:
             replicas = self._after.get_replicas(tag).values()
             self._num_wanted[tag] = sum(replica.state in WANTED for replica in replicas)
         return self._num_wanted[tag]
+
+
+def goal_event(view: GoalView, now: float) -> EventView:
+    """The event that says how a goal is now, with its whole error."""
+    message = view.error or view.message
+    return EventView(
+        at=now,
+        kind=GOAL,
+        subject=view.goal_id,
+        message=message,
+        state=view.status.value,
+        goal_id=view.goal_id,
+    )
 
 
 def goal_progress(

@@ -282,7 +282,7 @@ class Term:
         self._observations.dirty_sets.add(plan.dirty_set)
         self._observations.due(plan.due)
         if plan.changes or plan.dirty_set.goals:
-            self._event_log.publish_progress(self.checkpoint, self.observed)
+            self._event_log.publish_progress(self.checkpoint, self.observed, self._clock.now())
         return await self._perform_all(plan.actions)
 
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> ReconcilePlan:

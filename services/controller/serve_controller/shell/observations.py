@@ -23,7 +23,7 @@ from serve_controller.core.dirty_set import (
     dirty_by_host_report,
     dirty_by_proxy_report,
 )
-from serve_controller.core.events import conflict_event, goal_progress
+from serve_controller.core.events import GOAL, conflict_event, goal_event, goal_progress
 from serve_controller.core.objects import HostRecord, ProxyRecord
 from serve_controller.core.observed import (
     HostObserved,
@@ -392,19 +392,21 @@ class EventLog:
         self.events.extendleft(reversed(events))
 
     def notify(self, events: Sequence[EventView], checkpoint: Checkpoint, observed: ObservedState) -> None:
-        """Publish and retain events. For a goal, its view in ``checkpoint`` is published."""
+        """Publish and retain events; that of a goal is published with its whole error, from ``checkpoint``."""
         self.events.extend(events)
         for event in events:
-            if event.kind == "goal" and event.goal_id is not None:
-                view = view_goal(checkpoint, observed, event.goal_id)
+            if event.kind == GOAL and event.goal_id is not None:
                 self._progress.pop(event.goal_id, None)
-                self._bus.publish_event("goal", event.goal_id, msgspec.json.encode(view))
+                self._publish(goal_event(view_goal(checkpoint, observed, event.goal_id), event.at))
             else:
-                self._bus.publish_event(event.kind, event.subject, msgspec.json.encode(event))
+                self._publish(event)
 
-    def publish_progress(self, checkpoint: Checkpoint, observed: ObservedState) -> None:
-        """Publish the progress of pending goals where it changed."""
+    def publish_progress(self, checkpoint: Checkpoint, observed: ObservedState, now: float) -> None:
+        """Publish the progress of pending goals where it changed, at ``now`` in seconds since 1970."""
         goal_ids = sorted(checkpoint.pending)[:PROGRESS_MAX]
         for view in goal_progress(checkpoint, observed, goal_ids, self._progress):
             self._progress[view.goal_id] = view.message
-            self._bus.publish_event("goal", view.goal_id, msgspec.json.encode(view))
+            self._publish(goal_event(view, now))
+
+    def _publish(self, event: EventView) -> None:
+        self._bus.publish_event(event.kind, event.subject, msgspec.json.encode(event))

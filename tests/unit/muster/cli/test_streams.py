@@ -19,8 +19,6 @@ from serve_common.api.views import (
     BackendLoad,
     EndpointLoad,
     EventView,
-    GoalStatus,
-    GoalView,
     LoadView,
     StatusView,
 )
@@ -190,15 +188,15 @@ def test_events_follow_after_those_that_were(run: Run, controller: Any, feed: Pl
     old = EventView(at=0.0, kind="replica", subject="default/digits#1", message="it runs", state="running")
     new = EventView(at=9.0, kind="replica", subject="default/digits#2", message="", state="starting")
     begun = EventView(at=9.0, kind="backend", subject="default/digits", message="", goal_id=GoalId("g7"))
-    goal = GoalView(goal_id=GoalId("g7"), status=GoalStatus.FAILED, error="it broke")
+    goal = EventView(
+        at=9.0, kind="goal", subject="g7", message="it broke", state="failed", goal_id=GoalId("g7")
+    )
+    other = msgspec.structs.replace(goal, subject="g8", goal_id=GoalId("g8"))
     controller.answers["get_events"] = [old]
     feed.later = [
         FeedMessage(SUBJECTS.event("replica", "default/digits#1"), msgspec.json.encode(old)),
         FeedMessage(SUBJECTS.event("replica", "default/digits#2"), msgspec.json.encode(new)),
-        FeedMessage(
-            SUBJECTS.event("goal", "g8"),
-            msgspec.json.encode(goal.__class__(goal_id=GoalId("g8"), status=goal.status)),
-        ),
+        FeedMessage(SUBJECTS.event("goal", "g8"), msgspec.json.encode(other)),
         FeedMessage(SUBJECTS.event("backend", "default/digits"), msgspec.json.encode(begun)),
         FeedMessage(SUBJECTS.event("goal", "g7"), msgspec.json.encode(goal)),
         FeedMessage(SUBJECTS.event("replica", "default/digits#2"), b"unreadable"),

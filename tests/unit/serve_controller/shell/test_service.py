@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from serve_common.api.views import EventView, GoalStatus, GoalView
+from serve_common.api.views import EventView, GoalStatus
 from serve_common.errors import (
     BusUnavailable,
     FencedOut,
@@ -527,11 +527,12 @@ async def test_who_changed_what_stands_in_the_history_and_goals_tell_their_progr
         goal_id = await world.deploy(num=0)
         assert await world.wait_for(goal_id) is GoalStatus.SUCCEEDED
         told = [
-            msgspec.json.decode(p, type=GoalView) for kind, subject, p in world.bus.events if kind == "goal"
+            msgspec.json.decode(p, type=EventView) for kind, subject, p in world.bus.events if kind == "goal"
         ]
         assert {subject for kind, subject, _ in world.bus.events if kind == "goal"} == {goal_id}
-        assert told[0].status is GoalStatus.PENDING
-        assert told[-1].status is GoalStatus.SUCCEEDED
+        assert {(each.kind, each.subject, each.goal_id) for each in told} == {("goal", goal_id, goal_id)}
+        assert (told[0].state, told[-1].state) == ("pending", "succeeded")
+        assert 0 < told[0].at <= told[-1].at
         assert [subject for kind, subject, _ in world.bus.events if kind == "audit"] == ["default/a"]
         payload = msgspec.json.encode({"name": "a"})
         await world.service.admin.handle("delete_deployment", payload, "somebody")
