@@ -18,8 +18,8 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "configuration.md", configuration.page()
     yield "errors.md", errors.page()
     yield "metrics.md", metrics.page()
-    yield "schemas/admin.json", admin.schemas()
     yield "variables.md", variables.page()
+    yield "../../libs/serve_common/serve_common/api/schemas.json", admin.schemas()
 
 
 def main() -> None:

@@ -96,6 +96,7 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "get_history": {"limit": 20},
     "get_revisions": {"name": "digits"},
     "get_backup": {},
+    "get_schemas": {},
     "wait_for_goal": {"goal_id": "g12", "timeout_s": 30},
     "plan": {"verb": "scale", "request": {"backend_tag": "digits", "num_replicas": 5}},
 }
@@ -127,14 +128,15 @@ Every verb is a request over NATS to `serve.admin.<verb>` with a JSON object as 
 nats --server nats://127.0.0.1:4222 --creds secrets/admin.creds request serve.admin.get_hosts '{{}}'
 ```
 
-The leading controller replies. [JSON Schemas](schemas/admin.json) of every request and reply are generated with
-this page.
+The leading controller replies. [JSON Schemas](../../libs/serve_common/serve_common/api/schemas.json) of every request
+and reply are generated with this page; a stack has them too, as the reply to [`get_schemas`](#get_schemas).
 
 - **Commands** change state and are idempotent: sending one again has the same result. A reply with a `goal_id`
   means that the change is recorded; [`wait_for_goal`](#wait_for_goal) tells when it has happened, or why not.
 - **Queries** change nothing. Lists come in pages: at most `limit` items after the name `after`; a page with fewer
   than `limit` items is the last. A reply must fit one NATS message, 1 MiB by default.
-- **Unknown fields** of requests are refused. New fields of replies may appear at any time.
+- **Unknown fields** of requests are refused, and unknown verbs; that error names the verb that was probably meant.
+  New fields of replies may appear at any time.
 - The header `Muster-Principal` names the caller in the audit log; it is not verified.
 - **Errors** have the headers `Nats-Service-Error` and `Nats-Service-Error-Code`, and an [ErrorView](#errorview) as
   their body. Every verb can fail with `bad_field`, `not_leading` and `internal`, and every command with

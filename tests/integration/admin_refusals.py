@@ -109,6 +109,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("get_backend_config", {"backend_tag": "nobody"}, 404, "not_found", "", "'default/nobody'"),
     ("get_all_endpoints", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_http_config", {"x": 1}, 400, "bad_field", "x", ""),
+    ("get_schemas", {"x": 1}, 400, "bad_field", "x", ""),
     ("get_http_proxies", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_hosts", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_status", {"x": 1}, 400, "bad_field", "x", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from nats.errors import TimeoutError as NatsTimeoutError
 
 from serve_common.api import commands as c
 from serve_common.api import queries as q
@@ -18,6 +20,7 @@ from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.errors import BadField, NotFound
 from serve_common.protocol.code import digest_code
+from serve_common.protocol.subjects import GATEWAY_QUEUE, MODEL_SERVICE
 from serve_controller.adapters.load_windows import YOUNG_S
 from tests.integration.admin_refusals import REFUSALS
 from tests.support.servers.nats_server import NatsServer
@@ -471,6 +474,43 @@ async def test_goals_and_everything_else_survive_a_controller_that_is_killed(des
     await desk.until_kept(
         q.GetEvents(subject=done), lambda events: "succeeded" in {event.state for event in events}
     )
+
+
+async def test_json_schemas_of_all_verbs_can_be_asked_for(desk: AdminDesk) -> None:
+    schemas = await desk.call("get_schemas")
+    ASKED.add("get_schemas")
+    assert schemas["verbs"].keys() == {*COMMANDS, *QUERIES}
+    fields = schemas["$defs"]["Deploy"]["properties"]
+    assert schemas["verbs"]["deploy"]["request"] == {"$ref": "#/$defs/Deploy"}
+    assert fields["name"]["type"] == "string"
+    assert fields["name"]["description"]
+
+
+async def test_an_unknown_verb_is_refused_at_once_and_names_the_one_that_was_meant(desk: AdminDesk) -> None:
+    for verb, meant in (("deploi", "deploy"), ("list.deployments", "list_deployments"), ("x", None)):
+        refusal = await desk.refused(verb)
+        assert (refusal.status, refusal.view.code, refusal.view.field) == (400, "bad_field", "verb")
+        assert (f"did you mean {meant!r}?" in refusal.view.message) is (meant is not None)
+    inbox = desk.plane.client.new_inbox()
+    replies = await desk.plane.client.subscribe(inbox)
+    for verb in ("get_hosts", "get_host"):
+        await desk.plane.client.publish(desk.subjects.admin(verb), b"{}", reply=inbox)
+        await replies.next_msg(timeout=20)
+        with pytest.raises(NatsTimeoutError):
+            await replies.next_msg(timeout=0.3)
+
+
+async def test_endpoints_are_found_as_a_service_of_nats(desk: AdminDesk) -> None:
+    await desk.done(await desk.admin.call(deploy("found", route_prefix="/found")))
+    info = json.loads((await desk.plane.client.request(f"$SRV.INFO.{MODEL_SERVICE}", b"", timeout=20)).data)
+    assert (info["type"], info["name"]) == ("io.nats.micro.v1.info_response", MODEL_SERVICE)
+    [found] = [each for each in info["endpoints"] if each["name"] == "found"]
+    assert (found["subject"], found["queue_group"]) == (
+        f"{desk.subjects.prefix}.call.default.found",
+        GATEWAY_QUEUE,
+    )
+    assert (found["metadata"]["endpoint"], found["metadata"]["route"]) == ("default/found", "/found")
+    assert "POST" in found["metadata"]["methods"].split(",")
 
 
 async def test_shutdown_returns_its_goals_and_empties_everything(desk: AdminDesk) -> None:

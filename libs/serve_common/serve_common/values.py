@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -75,3 +76,11 @@ def truncate(text: str, length_max: int) -> str:
 def truncate_start(text: str, length_max: int) -> str:
     """As `truncate`, but its end, such as the exception below a traceback."""
     return text if len(text) <= length_max else f"…{text[-(length_max - 1) :]}"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean …?`` for a misspelt name; empty when nothing known is like it."""
+    import difflib  # noqa: PLC0415 - for errors only
+
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -11,6 +10,7 @@ import msgspec
 
 from muster.cli import parsing
 from serve_common.errors import BadField
+from serve_common.values import suggest
 
 ValuePath = Sequence[str | int]
 """Keys and indices from the root of a file to a value."""
@@ -128,9 +128,3 @@ def _get_fields(kind: Any) -> Mapping[str, Any] | None:
     if isinstance(kind, type) and hasattr(kind, "model_fields"):
         return {name: each.annotation for name, each in kind.model_fields.items()}
     return None
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean …?`` for a misspelt name; empty when nothing known is like it."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

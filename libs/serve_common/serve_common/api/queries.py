@@ -191,6 +191,12 @@ class WaitForGoal(Query[v.GoalView], frozen=True, kw_only=True):
     """Seconds to wait, 0 to `WAIT_TIMEOUT_S_MAX`; to wait longer, repeat the query."""
 
 
+class GetSchemas(Query[dict[str, Any]], frozen=True, kw_only=True):
+    """Get JSON Schemas of all requests and replies, as one document: ``verbs``, ``error`` and ``$defs``."""
+
+    verb = "get_schemas"
+
+
 class Plan(Query[v.PlanView], frozen=True, kw_only=True):
     """Get what a command would do, without doing it."""
 

@@ -44,6 +44,8 @@ Catching only some of these would let a sender end a task that should log the me
 
 ADMIN_SERVICE: Final = "serve-admin"
 """Name of the controller's commands as a service of `$SRV.PING|INFO|STATS`."""
+MODEL_SERVICE: Final = "serve-models"
+"""Name of the endpoints that can be called, as a service of `$SRV.PING|INFO`."""
 GATEWAY_QUEUE: Final = "gateways"
 """Queue group of the proxies that serve ``serve.call.…``."""
 

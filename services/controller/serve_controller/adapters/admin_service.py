@@ -7,6 +7,7 @@ leader offers it, so a call without a leader fails with "no responders" at once.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,16 +20,26 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.micro.request import Request as MicroRequest
-from nats.micro.service import Service, ServiceConfig
+from nats.micro.service import EndpointInfo, Service, ServiceConfig, ServiceInfo
 from opentelemetry.trace import SpanKind
 
-from serve_common.api.queries import COMMANDS, PRINCIPAL_HEADER, VERBS, sanitize_principal
-from serve_common.errors import LimitReached, ServeError
-from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects, is_inbox
+from serve_common.api.queries import (
+    COMMANDS,
+    PRINCIPAL_HEADER,
+    VERBS,
+    GetAllEndpoints,
+    GetSchemas,
+    sanitize_principal,
+)
+from serve_common.api.views import EndpointView
+from serve_common.errors import BadField, LimitReached, ServeError
+from serve_common.names import DEFAULT_APPLICATION, EndpointTag
+from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, MODEL_SERVICE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_common.telemetry.request_traces import operation
 from serve_common.telemetry.trace_context import TRACEPARENT, TRACESTATE
+from serve_common.values import suggest
 from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.queries import error_view
 
@@ -38,6 +49,10 @@ MessageHandler = Callable[[Msg], Awaitable[None]]
 
 CALLS_MAX = 1000
 """Most concurrent admin calls; most of them wait for goals."""
+ENDPOINTS_MAX = 1000
+"""Most endpoints in one reply of `ModelDirectory`, which must fit into one message."""
+_UNKNOWN_QUEUE = "controllers-unknown"
+"""Another queue group than that of the verbs: NATS chooses one member of a group over all subjects that match."""
 _STOP_TIMEOUT_S = 2.0
 _DRAIN_TIMEOUT_S = 0.5
 
@@ -74,6 +89,44 @@ class _InboxesOnly:
         return await self._client.subscribe(subject, queue, cb=on_message, **kwargs)
 
 
+class ModelDirectory(Service):
+    """Lists all endpoints in the format of NATS services, so that ``nats micro info`` shows how to call them.
+
+    Proxies serve the calls, in an account that admins do not see; the leader knows the endpoints and responds for all.
+    It has no statistics: those are metrics of the proxies.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        config: ServiceConfig,
+        subjects: Subjects,
+        list_endpoints: Callable[[], list[EndpointView]],
+    ) -> None:
+        super().__init__(client, config)
+        self._subjects = subjects
+        self._list_endpoints = list_endpoints
+
+    def info(self) -> ServiceInfo:
+        """The first `ENDPOINTS_MAX` endpoints as they are now."""
+        endpoints = self._list_endpoints()[:ENDPOINTS_MAX]
+        return dataclasses.replace(
+            super().info(), endpoints=[self._endpoint_info(each) for each in endpoints]
+        )
+
+    def _endpoint_info(self, endpoint: EndpointView) -> EndpointInfo:
+        tag = endpoint.endpoint_tag
+        metadata = {"endpoint": tag, "methods": ",".join(endpoint.methods)}
+        if endpoint.route is not None:
+            metadata["route"] = endpoint.route
+        return EndpointInfo(
+            name=tag.removeprefix(f"{DEFAULT_APPLICATION}/").replace("/", "-"),
+            subject=self._subjects.call(EndpointTag(tag)),
+            queue_group=GATEWAY_QUEUE,
+            metadata=metadata,
+        )
+
+
 class AdminService:
     """Receives admin calls from the bus and dispatches them to the handler."""
 
@@ -95,6 +148,8 @@ class AdminService:
         self._version = version
         self._admin = admin
         self._service: Service | None = None
+        self._models: Service | None = None
+        self._unknown: Subscription | None = None
         self._tasks = TaskOwner("admin_calls")
 
     async def offer(self) -> None:
@@ -103,21 +158,47 @@ class AdminService:
             name=ADMIN_SERVICE,
             version=self._version,
             description="Muster's commands and queries",
+            metadata={"schemas": self._subjects.admin(GetSchemas.verb)},
+        )
+        models = ServiceConfig(
+            name=MODEL_SERVICE,
+            version=self._version,
+            description=f"Endpoints of deployed models; {self._subjects.admin(GetAllEndpoints.verb)} lists all",
         )
         self._service = await nats.micro.add_service(self._guarded, config)
         group = self._service.add_group(name=self._subjects.admin_group, queue_group="controllers")
         for verb in VERBS:
             await group.add_endpoint(name=verb, handler=self._handler(verb))
+        self._models = ModelDirectory(self._guarded, models, self._subjects, self._admin.list_endpoints)
+        await self._models.start()
+        # Last, and withdrawn first: while it is there and a verb is not, calls of that verb would find nobody.
+        self._unknown = await self._guarded.subscribe(
+            self._subjects.admin(">"), _UNKNOWN_QUEUE, cb=self._on_any_verb
+        )
+
+    async def _on_any_verb(self, message: Msg) -> None:
+        """Refuse a call of a verb that does not exist, which would otherwise look as if nobody led."""
+        verb = message.subject.removeprefix(self._subjects.admin(""))
+        if verb not in VERBS:
+            await _respond_error(
+                MicroRequest(message), BadField("verb", f"{verb[:80]!r} is unknown{suggest(verb, VERBS)}")
+            )
 
     async def withdraw(self) -> None:
         """Stop accepting calls, so that callers reach the next leader; accepted calls go on."""
         service, self._service = self._service, None
+        models, self._models = self._models, None
+        unknown, self._unknown = self._unknown, None
         if service is None:
             return
-        await self._drain_calls(service)
+        await self._drain_calls(service, unknown)
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
+                if unknown is not None:
+                    await unknown.unsubscribe()
                 await service.stop()
+                if models is not None:
+                    await models.stop()
         except (NatsError, OSError, TimeoutError) as error:
             # The server drops the subscriptions with the connection, or is notified at the reconnect.
             _log.warning("service_not_withdrawn", error=repr(error))
@@ -126,7 +207,7 @@ class AdminService:
         """Cancel the calls in progress."""
         await self._tasks.close(timeout_s=1.0)
 
-    async def _drain_calls(self, service: Service) -> None:
+    async def _drain_calls(self, service: Service, unknown: Subscription | None) -> None:
         """Unsubscribe, and accept all calls that the server has delivered already.
 
         Why: `Service.stop` drops those, and their callers would wait in vain; and the subscriptions' own ``drain``
@@ -134,7 +215,8 @@ class AdminService:
         """
         if not self._client.is_connected:
             return
-        known = [endpoint._subscription for endpoint in service._endpoints]  # noqa: SLF001 - there is no other way
+        endpoints = [endpoint._subscription for endpoint in service._endpoints]  # noqa: SLF001 - there is no other way
+        known = [unknown, *endpoints]
         try:
             async with asyncio.timeout(_DRAIN_TIMEOUT_S):
                 for subscription in filter(None, known):

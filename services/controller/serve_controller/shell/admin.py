@@ -14,7 +14,7 @@ from serve_common.api import commands as c
 from serve_common.api import queries as q
 from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, Command, Restore, RestoreReply
 from serve_common.api.queries import GetBackup, sanitize_principal
-from serve_common.api.views import BackupPage, GoalStatus, GoalView
+from serve_common.api.views import BackupPage, EndpointView, GoalStatus, GoalView
 from serve_common.clock import Clock
 from serve_common.errors import BadField, FencedOut, LimitReached, NotFound, NotLeading
 from serve_common.names import GoalId
@@ -22,6 +22,7 @@ from serve_common.values import shown
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.restoring import RestoreFrom, check_backup
 from serve_controller.core.observed import ObservedState
+from serve_controller.core.views.deployments import view_endpoints
 from serve_controller.core.views.hosts import view_goal
 from serve_controller.shell.boundary import Boundary
 from serve_controller.shell.checkpoint_rows import read_backup, write_backup
@@ -205,6 +206,11 @@ class AdminApi:
         self._queries = QueryApi(controller_id, clock, read_load)
         self._waits = GoalWaiters()
         self._goal_views = GoalViews()
+
+    def list_endpoints(self) -> list[EndpointView]:
+        """All endpoints; none while this controller does not lead."""
+        term = self._current_term()
+        return [] if term is None else view_endpoints(term.checkpoint)
 
     def on_goals(self, goal_ids: Collection[GoalId]) -> None:
         """These goals were recorded: wake the callers that wait for one of them."""

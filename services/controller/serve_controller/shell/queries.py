@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from importlib import resources
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -75,6 +76,8 @@ def error_view(error: ServeError) -> ErrorView:
 ReadLoad: TypeAlias = Callable[[Targets, float], Awaitable[LoadView]]
 """Scrapes all targets at the given time and sums up their loads."""
 HISTORY_LIMIT_MAX: Final = 500
+SCHEMAS: Final = resources.files("serve_common.api") / "schemas.json"
+"""JSON Schemas of all verbs, written by `make docs`."""
 HISTORY_ID_MAX: Final = 2**63 - 1
 
 
@@ -126,6 +129,8 @@ class QueryApi:
                 return backends.view_revisions(checkpoint, query.name)
             case q.Plan():
                 return self._plan(term, query)
+            case q.GetSchemas():
+                return msgspec.Raw(SCHEMAS.read_bytes())
             case _:
                 raise AssertionError(f"{type(query).__name__} is no query")
 

@@ -964,6 +964,7 @@ def test_every_query_is_tried_here() -> None:
         "plan",
         "get_backup",  # 'muster backup', which writes a file
         "get_snapshot",  # for programs; people have 'muster list --deleted'
+        "get_schemas",  # for programs in other languages
         "get_load",  # counts that only two of them make sense of: 'muster top'
     }
 
