@@ -25,7 +25,7 @@ from serve_controller.settings import ControllerSettings, PrometheusSettings
 from serve_controller.settings import read_settings as read_controller_settings
 from serve_proxy.middlewares.cors import read_cors_rules
 from serve_proxy.middlewares.rate_limit import RateRules, read_rate_rules
-from serve_proxy.settings import ProxySettings
+from serve_proxy.settings import ProxySettings, TlsSettings
 from serve_proxy.settings import read_settings as read_proxy_settings
 from serve_replica_host.settings import HostSettings, read_host_settings
 
@@ -199,6 +199,11 @@ SECTIONS: Final = (
             Variable("MUSTER_PROXY_ID", (ProxySettings, "proxy_id")),
             Variable("MUSTER_HTTP_HOST", (ProxySettings, "http_host")),
             Variable("MUSTER_HTTP_PORT", (ProxySettings, "http_port")),
+            Variable("MUSTER_HTTP_TLS_CERT_FILE", (TlsSettings, "cert_file")),
+            Variable("MUSTER_HTTP_TLS_KEY_FILE", (TlsSettings, "key_file")),
+            Variable(
+                "MUSTER_HTTP_TLS_KEY_PASSWORD", "Password of the key. Or `MUSTER_HTTP_TLS_KEY_PASSWORD_FILE`."
+            ),
             Variable("MUSTER_PROXY_PROCESSES", (ProxySettings, "processes")),
             Variable("MUSTER_FORWARDED_HOPS", (ProxySettings, "forwarded_hops")),
             Variable("MUSTER_MIDDLEWARE_DIR", (ProxySettings, "middleware_dir")),
@@ -336,6 +341,7 @@ SECTIONS: Final = (
                 "Where compose publishes HTTP, likewise, for URLs that are printed.",
                 "8000",
             ),
+            Variable("MUSTER_TLS", "Set where compose serves HTTPS, for URLs that are printed.", ""),
             Variable("MUSTER_DEBUG", "Anything: unexpected errors are printed with their traceback.", ""),
         ),
     ),
@@ -366,6 +372,7 @@ _COMPOSE: Final[Mapping[str, str]] = {
     "MUSTER_REQUIREMENTS": "File of the packages that replicas need, below the directory of compose.yaml.",
     "MUSTER_SECRETS": "Directory of the secrets that `make secrets` has made.",
     "MUSTER_HTTP_PORT": "Published port, or address:port, of the ingress.",
+    "MUSTER_TLS": "Directory with `tls.crt` and `tls.key`, for `deploy/ingress/tls.yaml`.",
     "MUSTER_NATS_PORT": "Published port, or address:port, of NATS.",
     "MUSTER_PROMETHEUS_PORT": "Published port, or address:port, of Prometheus.",
     "MUSTER_GRAFANA_PORT": "Published port, or address:port, of Grafana.",
@@ -439,4 +446,4 @@ def _meaning(meaning: str | tuple[type, str]) -> str:
 def _compose_rows() -> Iterable[tuple[str, ...]]:
     text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
     defaults = dict(re.findall(r"\$\{(MUSTER_[A-Z_]+)(?::?-([^}]*))?\}", text))
-    return [(f"`{name}`", defaults[name], meaning) for name, meaning in _COMPOSE.items()]
+    return [(f"`{name}`", defaults.get(name, ""), meaning) for name, meaning in _COMPOSE.items()]

@@ -24,6 +24,7 @@ from serve_common.api.queries import ListDeployments
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
 from serve_common.runtime.settings import Environment, read_bus_settings
+from tests.support.certificates import Certificate
 from tests.support.paths import ROOT
 from tests.support.servers.reserved_port import ANY_PORTS
 
@@ -462,7 +463,7 @@ import muster as serve
 def hello(request):
     return "hello from " + request.query_params.get("name", "nobody")
 
-serve.start(http_options={"port": 0})
+serve.start(http_options={"port": 0, "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"})
 handle = serve.run(hello.bind())
 sys.stdin.readline()
 serve.shutdown()
@@ -472,6 +473,7 @@ print("ended")
 
 def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
+    trust = Certificate(tmp_path).trust()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     process = subprocess.Popen(
         [sys.executable, "own.py"],
@@ -486,12 +488,12 @@ def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
-        found = re.search(r"(http://\S+); ", line)
+        found = re.search(r"(https://\S+); ", line)
         assert found is not None, line + process.stderr.read()
         end = time.monotonic() + 120
         while True:
             try:
-                with urllib.request.urlopen(f"{found[1]}/?name=you", timeout=10) as response:
+                with urllib.request.urlopen(f"{found[1]}/?name=you", timeout=10, context=trust) as response:
                     assert response.read() == b"hello from you"
                 break
             except OSError:

@@ -290,13 +290,13 @@ class HTTPOptions(BaseModel):
     keep_alive_timeout_s: int = 90
     """Seconds that an idle connection stays open."""
     ssl_keyfile: str | None = None
-    """Refused here: TLS ends in front of the proxies."""
+    """File of the private key for HTTPS, in PEM. Counts when `start` or `run` starts an embedded stack."""
     ssl_certfile: str | None = None
-    """As ``ssl_keyfile``."""
+    """File of its certificate. Both, or none."""
     ssl_keyfile_password: str | None = None
-    """As ``ssl_keyfile``."""
+    """Password of the key; None for none."""
     ssl_ca_certs: str | None = None
-    """As ``ssl_keyfile``."""
+    """Refused here: certificates of clients are not checked."""
 
     @field_validator("location", mode="before")
     @classmethod
@@ -321,9 +321,12 @@ class HTTPOptions(BaseModel):
 
     @model_validator(mode="after")
     def _is_supported(self) -> HTTPOptions:
-        for name in ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            if getattr(self, name):
-                raise ValueError(f"{name} is not supported: let a proxy in front of Muster end TLS.")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("Both ssl_keyfile and ssl_certfile must be provided together.")
+        if self.ssl_ca_certs:
+            raise ValueError(
+                "ssl_ca_certs is not supported: let a load balancer in front of Muster check clients' certificates."
+            )
         if self.root_path:
             raise ValueError("root_path is not supported: give the application a route_prefix instead.")
         return self

@@ -295,7 +295,7 @@ class HTTPOptionsSchema(BaseModel):
     keep_alive_timeout_s: int = 90
     """Seconds that an idle connection stays open."""
     ssl_keyfile: str | None = None
-    """Has no effect here: TLS ends in front of the proxies."""
+    """Has no effect here: the certificate is an option of the proxies' service."""
     ssl_certfile: str | None = None
     """As ``ssl_keyfile``."""
     ssl_keyfile_password: str | None = None

@@ -23,6 +23,7 @@ from serve_common.telemetry.logs import configure_logs
 from serve_common.telemetry.request_traces import import_ahead
 from serve_proxy.adapters.proxy_process import ChildrenPages, ParentLink, ProxyProcess, reserved_port
 from serve_proxy.core.processes import child_id
+from serve_proxy.http.tls import load_context
 from serve_proxy.settings import ProxySettings, read_settings
 from serve_proxy.shell.parent import Child, Parent
 from serve_proxy.wiring import Proxy
@@ -134,6 +135,8 @@ def main() -> int:
     """Read the settings and run. The exit code: 0 after an ordered stop, 2 for bad settings, else 1 with a log line."""
     try:
         settings = read_settings(Environment())
+        if settings.tls is not None:
+            load_context(settings.tls)  # what is wrong ends a parent too, instead of each of its children
     except BadField as error:
         configure_logs("proxy")
         _log.critical("bad_setting", field=error.field, reason=error.reason)

@@ -8,6 +8,7 @@ import msgspec
 
 from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.request_body import BODIES_BYTES_MAX
+from serve_common.errors import BadField
 from serve_common.identities.roles import Role
 from serve_common.names import ProxyId
 from serve_common.runtime.settings import (
@@ -21,6 +22,24 @@ from serve_common.telemetry.trace_context import TracingSettings, read_tracing_s
 from serve_proxy.core.processes import PARENT_FD, PROCESSES_MAX
 
 FORWARDED_HOPS_MAX: Final = 10
+CERT_FILE: Final = "MUSTER_HTTP_TLS_CERT_FILE"
+_KEY_FILE: Final = "MUSTER_HTTP_TLS_KEY_FILE"
+_KEY_PASSWORD: Final = "MUSTER_HTTP_TLS_KEY_PASSWORD"  # noqa: S105 - a name
+
+
+class TlsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The certificate that clients get."""
+
+    cert_file: str
+    """File of the certificate for HTTPS and of those that lead to its authority, in PEM; unset serves plain HTTP. It is
+    read again when it changes."""
+    key_file: str | None
+    """File of the certificate's private key, in PEM; unset takes it from the certificate's file."""
+    key_password: str
+    """Password of the key; empty for none."""
+
+    def __repr__(self) -> str:
+        return f"TlsSettings(cert_file={self.cert_file!r}, key_file={self.key_file!r}, …)"
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +57,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """TCP port that HTTP is served on; 0 lets the system choose."""
     http: HttpOptions
     """Defaults until the controller has published HTTP options."""
+    tls: TlsSettings | None = None
+    """Certificate of HTTPS; None serves plain HTTP."""
     drain_timeout_s: float
     """Seconds that requests in flight may take to finish after a stop signal."""
     bus_wait_s: float
@@ -79,6 +100,7 @@ def read_settings(environment: Environment) -> ProxySettings:
                 "MUSTER_BODY_BYTES_MAX", defaults.body_bytes_max, 0, 256 * 1024 * 1024
             ),
         ),
+        tls=_read_tls_settings(environment),
         drain_timeout_s=environment.seconds("MUSTER_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
         bus_wait_s=environment.seconds("MUSTER_BUS_WAIT_S", 5.0, 0, 60),
         body_memory_max=environment.integer(
@@ -93,3 +115,14 @@ def read_settings(environment: Environment) -> ProxySettings:
         forwarded_hops=environment.integer("MUSTER_FORWARDED_HOPS", 0, 0, FORWARDED_HOPS_MAX),
         uncounted=frozenset((environment.optional("MUSTER_UNCOUNTED") or "").split()),
     )
+
+
+def _read_tls_settings(environment: Environment) -> TlsSettings | None:
+    cert_file, key_file = environment.optional(CERT_FILE), environment.optional(_KEY_FILE)
+    has_password = any(environment.optional(name) for name in (_KEY_PASSWORD, f"{_KEY_PASSWORD}_FILE"))
+    if cert_file is None:
+        if key_file is not None or has_password:
+            raise BadField(CERT_FILE, f"must be set where {_KEY_FILE} or {_KEY_PASSWORD} is")
+        return None
+    password = environment.secret(_KEY_PASSWORD) if has_password else ""
+    return TlsSettings(cert_file=cert_file, key_file=key_file, key_password=password)

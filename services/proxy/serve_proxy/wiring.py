@@ -41,6 +41,7 @@ from serve_proxy.http.bodies import release_memory
 from serve_proxy.http.middlewares import NO_MIDDLEWARES, add_directory, load_middlewares
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer
+from serve_proxy.http.tls import Certificate
 from serve_proxy.settings import ProxySettings
 from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress, LiveOptions, request_ids
@@ -151,9 +152,12 @@ class Proxy:
             forwarded_hops=settings.forwarded_hops,
             traces=traces,
             log_request=self._access.add,
+            scheme="http" if settings.tls is None else "https",
         )
         self._requests = requests
-        self.http = HttpServer(requests, self._ingress)
+        self._certificate = None if settings.tls is None else Certificate(settings.tls)
+        tls = None if self._certificate is None else self._certificate.context
+        self.http = HttpServer(requests, self._ingress, tls)
         registry = CollectorRegistry()
         registry.register(RoutesCollector(routes))
         registry.register(
@@ -216,6 +220,9 @@ class Proxy:
         address = await self.http.start(
             settings.http_host, settings.http_port, reuse_port=settings.parent_fd is not None
         )
+        if self._certificate is not None:
+            address = f"https://{address}"
+            self._tasks.start(self._certificate.run(), name="certificate")
         self._reports.address = address
         self._tasks.start(self._connect_bus(), name="connect_bus")
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")

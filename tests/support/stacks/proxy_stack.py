@@ -57,7 +57,8 @@ class Stack:
         write_access = options.pop("write_access", None)
         settings = make_settings(self.server, self.http_options, **options)
         self.proxy = Proxy(settings, on_failure=self._fail, write_access=write_access)
-        self.url = f"http://{await self.proxy.start()}"
+        address = await self.proxy.start()
+        self.url = address if "://" in address else f"http://{address}"
         self.session = aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0))
 
     def _fail(self) -> None:

@@ -18,7 +18,9 @@ from packaging.requirements import Requirement
 
 from deploy.images import install_dependencies
 from muster.secrets import FILES
+from serve_common.runtime.settings import Environment
 from serve_common.telemetry.trace_context import ALWAYS, read_tracing_settings
+from serve_proxy.settings import read_settings
 from tests.support.paths import ROOT
 
 SERVICES = ("controller", "proxy", "replica-host")
@@ -249,6 +251,22 @@ def test_the_trace_viewer_listens_where_it_is_looked_for(compose: dict[str, Any]
     for part, names in pipeline.items():
         assert set(names) <= set(config[part])
     assert set(config["service"]["extensions"]) == set(config["extensions"])
+
+
+def test_the_override_for_https_names_variables_of_the_proxy_and_files_that_it_mounts() -> None:
+    services = load_yaml("deploy/ingress/tls.yaml")["services"]
+    proxy = services["proxy"]
+    settings = read_settings(
+        Environment({"MUSTER_NATS_PASSWORD": "x", "MUSTER_PROXY_ID": "p", **proxy["environment"]})
+    )
+    assert settings.tls is not None
+    [(source, mount, mode)] = [volume.rsplit(":", 2) for volume in proxy["volumes"]]
+    assert {str(Path(str(each)).parent) for each in (settings.tls.cert_file, settings.tls.key_file)} == {
+        mount
+    }
+    assert (source.startswith("${MUSTER_TLS:?"), mode) == (True, "ro")
+    assert ".if defined(MUSTER_TLS)" in (ROOT / "deploy/ingress/haproxy.cfg").read_text()
+    assert services["ingress"]["environment"] == {"MUSTER_TLS": "1"}
 
 
 def test_only_the_ingress_is_published_beyond_this_machine(compose: dict[str, Any]) -> None:

@@ -254,12 +254,12 @@ def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
     """The base URLs of the live proxies; ``host`` replaces wildcard addresses."""
     urls = []
     for proxy in proxies:
-        split = urlsplit(f"//{proxy.address}")
+        split = urlsplit(proxy.address if "://" in proxy.address else f"http://{proxy.address}")
         if proxy.status != "live" or not proxy.address or split.port is None:
             continue
         name = split.hostname or ""
         named = host if name in _WILDCARDS else name
-        urls.append(f"http://{f'[{named}]' if ':' in named else named}:{split.port}")
+        urls.append(f"{split.scheme}://{f'[{named}]' if ':' in named else named}:{split.port}")
     return sorted(set(urls))
 
 

@@ -170,7 +170,8 @@ def _published_nats(variables: Mapping[str, str], checkout: Path) -> str:
 def _published_http(variables: Mapping[str, str], checkout: Path) -> str:
     """The URL at which compose publishes HTTP; empty where Docker chose the port."""
     published = _compose_variable("MUSTER_HTTP_PORT", variables, checkout) or "8000"
-    return "" if published.rpartition(":")[2] == "0" else f"http://{_as_address(published)}"
+    scheme = "https" if _compose_variable("MUSTER_TLS", variables, checkout) else "http"
+    return "" if published.rpartition(":")[2] == "0" else f"{scheme}://{_as_address(published)}"
 
 
 def _as_address(published: str) -> str:

@@ -52,6 +52,12 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address that the proxy listens on for HTTP."""
     http_port: int = 8000
     """HTTP port; an error if taken, because users rely on the address."""
+    http_cert_file: str = ""
+    """File of the certificate for HTTPS, in PEM; empty for that of the environment, or plain HTTP."""
+    http_key_file: str = ""
+    """File of its key; empty takes it from the certificate's file."""
+    http_key_password: str = ""
+    """Password of the key; empty for none."""
     nats_port: int = 4222
     """NATS port; replaced by a free one if taken."""
     controller_ops_port: int = 9101

@@ -193,8 +193,17 @@ class ServiceSpecs:
         return own
 
     def _proxy(self) -> dict[str, str]:
+        tls = {}
+        if self._options.http_cert_file:
+            tls = {
+                "MUSTER_HTTP_TLS_CERT_FILE": str(Path(self._options.http_cert_file).resolve()),
+                "MUSTER_HTTP_TLS_KEY_FILE": self._options.http_key_file
+                and str(Path(self._options.http_key_file).resolve()),
+                "MUSTER_HTTP_TLS_KEY_PASSWORD": self._options.http_key_password,
+            }
         return {
             **self._bus("proxy_ops"),
+            **tls,
             "MUSTER_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.PROXY)),
             "MUSTER_PROXY_ID": "proxy-1",
             "MUSTER_MIDDLEWARE_DIR": str(self._app_root),

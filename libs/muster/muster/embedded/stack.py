@@ -303,13 +303,15 @@ class EmbeddedStack:
 
     def _new_record(self, stack_id: str, ports: dict[str, int]) -> RunRecord:
         ops = {CONTROLLER: "controller_ops", PROXY: "proxy_ops", HOST: "host_ops"}
+        has_tls = self._options.http_cert_file or os.environ.get("MUSTER_HTTP_TLS_CERT_FILE")
+        scheme = "https" if has_tls else "http"
         return RunRecord(
             stack_id=stack_id,
             state_dir=str(self._paths.root),
             pid=os.getpid(),
             nats_url=f"nats://127.0.0.1:{ports['nats']}",
             nats_monitor_url=f"http://127.0.0.1:{ports['nats_monitor']}",
-            http_url=f"http://{_reachable(self._options.http_host)}:{ports['http']}",
+            http_url=f"{scheme}://{_reachable(self._options.http_host)}:{ports['http']}",
             postgres_dsn=postgres_dsn(ports["postgres"]),
             secrets=str(self._paths.secrets),
             ports=ports,

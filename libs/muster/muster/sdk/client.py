@@ -84,7 +84,13 @@ class _Embedded:
                 "with 'muster up' or compose, or say where one is with MUSTER_NATS_URL"
             ) from error
         self._directory = Path(tempfile.mkdtemp(prefix="muster-"))
-        options = StackOptions(http_host=http.host or "127.0.0.1", http_port=http.port)
+        options = StackOptions(
+            http_host=http.host or "127.0.0.1",
+            http_port=http.port,
+            http_cert_file=http.ssl_certfile or "",
+            http_key_file=http.ssl_keyfile or "",
+            http_key_password=http.ssl_keyfile_password or "",
+        )
         self._stack = EmbeddedStack(self._directory, options)
         self._former = os.environ.get("MUSTER_STATE_DIR")
 

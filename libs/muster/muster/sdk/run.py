@@ -290,8 +290,12 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
     client.call(apply, http)
     if logging_config is not None:
         client.logging_config = logging_config
-    if not client.is_embedded and http is not None and http.model_fields_set & {"host", "port"}:
-        _log.warning("The stack runs already: host and port of http_options are those of its proxies.")
+    if not client.is_embedded and http is not None and http.model_fields_set & _OF_PROXIES:
+        _log.warning("The stack runs already: host, port and TLS of http_options are those of its proxies.")
+
+
+_OF_PROXIES: Final = frozenset({"host", "port", "ssl_keyfile", "ssl_certfile", "ssl_keyfile_password"})
+"""HTTP options that a running proxy has from its start."""
 
 
 def delete(name: str, _blocking: bool = True) -> None:  # noqa: FBT001, FBT002 - Ray Serve's signature

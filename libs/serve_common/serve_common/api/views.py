@@ -209,7 +209,7 @@ class ProxyView(msgspec.Struct, frozen=True, kw_only=True):
     report_age_s: float
     """Seconds since its last report."""
     address: str
-    """Address that it serves HTTP on."""
+    """Address that it serves HTTP on; with ``https://`` before it where that is encrypted."""
     applied_snapshot_id: int
     """Newest snapshot that its router has applied."""
 

@@ -149,7 +149,7 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     applied_snapshot_id: Count
     """Every snapshot up to this id is applied; 0 before the bucket was read."""
     address: Address = ""
-    """Address it listens on, as host:port."""
+    """Address it listens on, as host:port; with ``https://`` before it where it ends TLS."""
     http_error: Text = ""
     """Why the newest `HttpSnapshot` is not applied (a middleware cannot be imported); empty when it is."""
     http_error_snapshot_id: Count = 0

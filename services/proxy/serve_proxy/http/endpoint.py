@@ -88,11 +88,6 @@ def get_peer(request: web.BaseRequest) -> str:
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
 
 
-def get_scheme(request: web.BaseRequest) -> str:
-    """Scheme of the client's connection: http or https."""
-    return "https" if request.secure else "http"
-
-
 def get_authority(request: web.BaseRequest) -> bytes:
     """The authority of an absolute-form target, as clients of forward proxies send it; otherwise empty."""
     if request.raw_path.startswith("/"):
@@ -122,7 +117,7 @@ def build_request_spec(
     now: float,
     deadline: float,
     peer: str,
-    scheme: str = "http",
+    scheme: str,
     kind: RequestKind = RequestKind.HTTP,
 ) -> RequestSpec:
     """Build the request to ``endpoint``.
@@ -223,7 +218,10 @@ class _RequestState:
 class EndpointHandler:
     """Dispatches requests to endpoints, and writes their responses."""
 
-    def __init__(self, ingress: Ingress, new_request_id: Callable[[], str], forwarded_hops: int) -> None:
+    def __init__(
+        self, ingress: Ingress, new_request_id: Callable[[], str], forwarded_hops: int, scheme: str
+    ) -> None:
+        self._scheme = scheme
         self.sockets: Final = HttpSockets(ingress)
         self._ingress = ingress
         self._new_request_id = new_request_id
@@ -259,12 +257,12 @@ class EndpointHandler:
             state.request_id = headers.request_id or self._new_request_id()
             state.deadline = self._now() + options.request_timeout_s
             if observer is not None:
-                scheme, peer = get_scheme(request), get_peer(request)
+                peer = get_peer(request)
                 observer.start(
                     headers,
                     request.method,
                     path,
-                    scheme,
+                    self._scheme,
                     state.request_id,
                     peer=peer,
                     body=request.content,
@@ -358,7 +356,7 @@ class EndpointHandler:
             now=self._now(),
             deadline=state.deadline,
             peer=get_peer(request),
-            scheme=get_scheme(request),
+            scheme=self._scheme,
             kind=RequestKind.WEBSOCKET if is_socket else RequestKind.HTTP,
         )
         if spec.upload is None:

@@ -138,6 +138,7 @@ class FastPathRequest:
                 now=now,
                 deadline=now + requests.options.request_timeout_s,
                 peer=self._connection.peer,
+                scheme=requests.scheme,
             )
         except ServeError as error:
             self.fail(error)
@@ -164,7 +165,7 @@ class FastPathRequest:
         if requests.observer is not None:
             peer = self._connection.peer
             requests.observer.start(
-                read, message.method, path, "http", self.request_id, peer=peer, body=self.payload
+                read, message.method, path, requests.scheme, self.request_id, peer=peer, body=self.payload
             )
 
     def client_gone(self) -> None:

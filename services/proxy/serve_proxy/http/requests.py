@@ -22,7 +22,7 @@ from serve_proxy.core.access_line import AccessLine
 from serve_proxy.core.headers import REQUEST_ID, get_client, read_request_headers
 from serve_proxy.core.problems import Problem, build_problem
 from serve_proxy.http.bodies import is_mostly_unread
-from serve_proxy.http.endpoint import EndpointHandler, check_head, get_peer, get_scheme, get_target
+from serve_proxy.http.endpoint import EndpointHandler, check_head, get_peer, get_target
 from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareRequestState, compose
 from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
 from serve_proxy.shell.ingress import Ingress
@@ -62,8 +62,14 @@ class HttpRequests:
         forwarded_hops: int = 0,
         traces: RequestTraces | None = None,
         log_request: Callable[[AccessLine], None] | None = None,
+        scheme: str = "http",
     ) -> None:
-        """``traces`` is None if tracing is off; ``log_request`` receives the access log's lines, if there is one."""
+        """``traces`` is None if tracing is off; ``log_request`` receives the access log's lines, if there is one.
+
+        ``scheme`` is that of all connections: http or https.
+        """
+        self.scheme: Final = scheme
+        """Scheme of all connections."""
         self.options = options
         """The options for requests that arrive now."""
         self.observer: RequestTraces | AccessLog | None = None
@@ -79,7 +85,7 @@ class HttpRequests:
         self._access_log = None if log_request is None else AccessLog(log_request, traces)
         self.forwarded_hops: Final = forwarded_hops
         """Number of trusted proxies in front, as `ProxySettings.forwarded_hops`."""
-        self._endpoints = EndpointHandler(ingress, new_request_id, forwarded_hops)
+        self._endpoints = EndpointHandler(ingress, new_request_id, forwarded_hops, scheme)
         self.sockets: Final = self._endpoints.sockets
         self.use(options, ())
 
@@ -162,9 +168,9 @@ class HttpRequests:
         exchange = MiddlewareRequestState(request_id, deadline, self._ingress.routes.unmatched, client)
         if self.observer is not None:
             path = get_target(request).partition("?")[0]
-            scheme, peer = get_scheme(request), get_peer(request)
+            peer = get_peer(request)
             self.observer.start(
-                read, request.method, path, scheme, request_id, peer=peer, body=request.content
+                read, request.method, path, self.scheme, request_id, peer=peer, body=request.content
             )
             exchange.observer, exchange.traceparent = read.observer, read.traceparent
         status, sent_bytes = CLIENT_GONE, 0

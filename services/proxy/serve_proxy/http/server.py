@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import socket
+import ssl
 import struct
 from typing import Any, Final, final
 
@@ -24,6 +25,7 @@ from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.connection import HttpConnection
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import respond
+from serve_proxy.http.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 from serve_proxy.shell.ingress import Ingress
 
 _SO_ATTACH_FILTER: Final = 26
@@ -74,7 +76,8 @@ _DISABLED_LOGGER.disabled = True
 class HttpServer:
     """Listens, and passes each HTTP request to `HttpRequests`."""
 
-    def __init__(self, requests: HttpRequests, ingress: Ingress) -> None:
+    def __init__(self, requests: HttpRequests, ingress: Ingress, tls: ssl.SSLContext | None = None) -> None:
+        """With ``tls`` all connections are HTTPS."""
         self.in_flight = 0
         """Requests without a complete response."""
         self.tasks: Final = TaskOwner("http")
@@ -91,6 +94,15 @@ class HttpServer:
             read_bufsize=_READ_BYTES_MAX,
             logger=_DISABLED_LOGGER,
         )
+        self._tls: Final[dict[str, Any]] = (
+            {}
+            if tls is None
+            else {
+                "ssl": tls,
+                "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
+                "ssl_shutdown_timeout": SHUTDOWN_TIMEOUT_S,
+            }
+        )
         self._listener: asyncio.Server | None = None
         self._listening_sockets: list[socket.socket] = []
         """Duplicates of the listener's sockets."""
@@ -106,7 +118,7 @@ class HttpServer:
         With ``reuse_port`` other processes may listen there too, and the system spreads connections over them.
         """
         self._listener = await self._loop.create_server(
-            self._accept, host, port, backlog=BACKLOG, reuse_port=reuse_port
+            self._accept, host, port, backlog=BACKLOG, reuse_port=reuse_port, **self._tls
         )
         for listening in self._listener.sockets:
             listening_socket = socket.socket(fileno=os.dup(listening.fileno()))
@@ -136,8 +148,7 @@ class HttpServer:
             with listening_socket:  # it kept the socket open after the loop closed its own
                 while (accepted := _accept_pending(listening_socket)) is not None:
                     waiting.append(accepted)
-        for accepted in waiting:
-            await self._connect(accepted)
+        await asyncio.gather(*map(self._connect, waiting))
 
     def close_idle(self) -> None:
         """Close the connections without a request in flight or unread."""
@@ -180,7 +191,7 @@ class HttpServer:
 
     async def _connect(self, accepted: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._http, accepted)
+            await self._loop.connect_accepted_socket(self._http, accepted, **self._tls)
         except OSError as error:
             _log.debug("connection_lost_early", reason=str(error))
             accepted.close()

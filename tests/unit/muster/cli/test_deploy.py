@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from typer.testing import Result
 
+from muster.cli.changes import proxy_urls
 from muster.client.requests import AdminReply
 from serve_common.api.commands import ChangeReply, RestoreReply
 from serve_common.api.views import (
@@ -26,7 +27,7 @@ from serve_common.api.views import (
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import LimitReached, NotFound
 from serve_common.identities.credentials import parse_credentials_file
-from tests.unit.muster.cli.conftest import DEPLOYMENT, GOAL, STATUS
+from tests.unit.muster.cli.conftest import DEPLOYMENT, GOAL, PROXY, STATUS
 
 Muster = Callable[..., Result]
 DEPLOY = ("deploy", "digits:Digits", "--name", "digits")
@@ -62,6 +63,8 @@ def test_a_deploy_sends_what_was_given_and_says_where_it_serves(
     assert (config.ray_actor_options.num_cpus, config.ray_actor_options.resources) == (0.5, {"disk": 1.0})
     assert "shop/digits is deployed: 1 replica, version v1" in result.stdout
     assert "curl http://stack.example:8000/digits" in result.stdout
+    encrypted = msgspec.structs.replace(PROXY, address="https://0.0.0.0:8443")
+    assert proxy_urls([encrypted], "stack.example") == ["https://stack.example:8443"]
     assert result.stderr.splitlines() == [
         "shop/digits: 0 of 2 replicas run",
         "shop/digits: 1 of 2 replicas run",

@@ -165,6 +165,7 @@ def test_what_cannot_be_used_is_refused_by_its_name(
         ({"MUSTER_NATS_PORT": "4333", "MUSTER_HTTP_PORT": "0.0.0.0:8080"}, None, "4333", "http://127.0.0.1:8080"),
         ({}, "# ours\nMUSTER_NATS_PORT='127.0.0.1:4444'\nMUSTER_HTTP_PORT=10.0.0.7:80\n", "4444", "http://10.0.0.7:80"),
         ({"MUSTER_NATS_PORT": "4333"}, "MUSTER_NATS_PORT=4444\nMUSTER_HTTP_PORT=0\n", "4333", ""),
+        ({"MUSTER_TLS": "/certificates"}, None, "4222", "https://127.0.0.1:8000"),
     ],
 )  # fmt: skip
 def test_the_stack_of_compose_is_found_where_it_is_published(

@@ -12,6 +12,7 @@ import pytest
 
 import muster as serve
 from muster.client.admin import Stack
+from muster.config import HTTPOptions
 from muster.exceptions import RayServeException
 from muster.schema import (
     ApplicationStatus,
@@ -303,3 +304,12 @@ def test_an_application_that_no_name_allows_is_not_there_to_delete(monkeypatch: 
     monkeypatch.setattr("muster.sdk.run.get_client", lambda: asked.append(1))
     serve.delete("never there")
     assert not asked, "no stack is looked for"
+
+
+def test_a_certificate_is_whole_and_clients_are_not_asked_for_theirs() -> None:
+    assert HTTPOptions(ssl_keyfile="k", ssl_certfile="c").ssl_certfile == "c"
+    for half in ({"ssl_keyfile": "k"}, {"ssl_certfile": "c"}):
+        with pytest.raises(ValueError, match="Both ssl_keyfile and ssl_certfile must be provided together"):
+            HTTPOptions(**half)
+    with pytest.raises(ValueError, match="ssl_ca_certs is not supported: let a load balancer"):
+        HTTPOptions(ssl_keyfile="k", ssl_certfile="c", ssl_ca_certs="ca")
