@@ -162,6 +162,23 @@ async def test_backends_endpoints_and_traffic(muster: Muster) -> None:
     assert endpoint["traffic"] == {"default/v1": 0.9, "default/v2": 0.1}
     assert endpoint["shadows"] == {"default/v2": 0.5}
 
+    file = {
+        "backends": [{"name": "v3", "replica_config": {"import_path": "model:Model", "app_dir": "code"}}],
+        "endpoints": [
+            {"name": "fork", "traffic": {"v1": 0.5, "v3": 0.5}},
+            {"name": "third", "traffic": {"v3": 1}},
+        ],
+    }
+    (muster.directory / "traffic.json").write_text(json.dumps(file))
+    assert len(await muster.ok("apply", "traffic.json", "--dry-run")) == 5
+    outcomes = [each["outcome"]["result"] for each in await muster.ok("apply", "traffic.json")]
+    assert outcomes == ["succeeded"] * 5, "a backend, traffic, options, the end of a shadow, an endpoint"
+    endpoint = next(e for e in await muster.ok("endpoint", "list") if e["endpoint_tag"] == "default/fork")
+    assert endpoint["traffic"] == {"default/v1": 0.5, "default/v3": 0.5}
+    assert (endpoint["shadows"], endpoint["options"]["backend_header"]) == ({}, "")
+    again = await muster.ok("apply", "traffic.json")
+    assert {each["outcome"]["result"] for each in again} == {"unchanged"}
+
     refused, words = await muster.fails(2, "backend", "delete", "v1")
     assert refused["error"]["code"] == "conflict"
     assert "used by the endpoint 'default/fork'" in words
@@ -171,7 +188,8 @@ async def test_backends_endpoints_and_traffic(muster: Muster) -> None:
     config = (await muster.ok("backend", "show", "v1"))["backend_config"]
     assert (config["num_replicas"], config["circuit_breaker"]["window_s"]) == (2, 20.0)
     assert config["circuit_breaker"]["failure_percent"] == 50.0, "what was not given stays"
-    assert (await muster.ok("endpoint", "delete", "fork"))["result"] == "succeeded"
+    for name in ("fork", "third"):
+        assert (await muster.ok("endpoint", "delete", name))["result"] == "succeeded"
     assert (await muster.ok("backend", "delete", "v1", "--force-kill"))["result"] == "succeeded"
     left = {b["backend_tag"] for b in await muster.ok("backend", "list")}
     assert "default/v1" not in left

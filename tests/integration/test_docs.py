@@ -106,7 +106,7 @@ class Reader:
                     told = done.exit_code
                     if words[1] == "diff" and told == 1:
                         told = 0  # what it says of a file that would change something
-                    assert told == expected, f"{shlex.join(words)}\n{done.output}"
+                    assert told == expected, f"{shlex.join(words)}\n{done.output}{done.exception!r}"
                 case "curl":
                     self.fetch(words[1:])
                 case "python":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import msgspec
 import typer
@@ -19,25 +18,13 @@ from muster.cli.help import Commands
 from muster.cli.output import Cell, print_error, print_table, shorten, style_state, table
 from muster.cli.queries import ReadRequest, query_command
 from muster.cli.session import Session
-from muster.cli.yaml_file import YamlFile, find_unknown_fields, parse_path
+from muster.cli.yaml_file import YamlFile, parse_path
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
 from serve_common.config.backend import check_backend_config, check_endpoint_options, check_replica_config
 from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
-
-_AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
-_MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
-_TYPES: Final = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
-
-_TYPE_NAMES: Final = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "array": "a list",
-    "object": "an object with fields",
-}
 
 
 class FileText(msgspec.Struct, frozen=True):
@@ -69,19 +56,14 @@ def parse_application(found: FileText) -> tuple[DeployApplication, list[str]]:
         raise file.build_error((), "must have the fields of an application: name, deployments, ingress, ...")
     if "request_id" in file.value:
         raise file.build_error(("request_id",), "belongs to one run, not into a file")
-    if unknown := [*find_unknown_fields(file.value, DeployApplication)]:
-        raise file.build_errors(unknown)
+    request = file.convert(DeployApplication)
     try:
-        return _application(file.value, found.directory)
+        return _check_application(request, found.directory)
     except BadField as error:
         raise file.build_error(parse_path(error.field), error.reason) from error
 
 
-def _application(value: dict[str, Any], base: Path) -> tuple[DeployApplication, list[str]]:
-    try:
-        request = msgspec.convert(value, DeployApplication)
-    except msgspec.ValidationError as error:
-        raise _get_field(str(error)) from error
+def _check_application(request: DeployApplication, base: Path) -> tuple[DeployApplication, list[str]]:
     check_name(request.name, "name")
     if request.route_prefix is not None:
         check_route(request.route_prefix, "route_prefix")
@@ -106,21 +88,6 @@ def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> Deploy
     if note and note not in notes:
         notes.append(note)
     return msgspec.structs.replace(spec, replica_config=msgspec.structs.replace(code, app_dir=place))
-
-
-def _get_field(text: str) -> BadField:
-    found = _AT.search(text)
-    at = "" if found is None else found["path"]
-    text = _AT.sub("", text)
-    missing = _MISSING.match(text)
-    if missing is not None:
-        return BadField(f"{at}.{missing['name']}" if at else missing["name"], "is missing")
-    types = _TYPES.match(text)
-    if types is None:
-        return BadField(at, text)
-    wanted, got = types["wanted"].removesuffix(" | null"), types["got"]
-    quotes = "; put it in quotes" if wanted == "str" and got in {"int", "float", "bool"} else ""
-    return BadField(at, f"must be {_TYPE_NAMES.get(wanted, wanted)}, not {got}{quotes}")
 
 
 app = Commands(help="Deploy several deployments as one application: deploy, delete, list, history, rollback.")

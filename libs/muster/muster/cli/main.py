@@ -73,6 +73,7 @@ COMMANDS: Final = {
     "diff": _Command(_DEPLOY, "diff", "diff"),
     "completion": _Command(_RUN, "completion", "completion"),
     "app": _Command(_DEPLOY, "apps", "app"),
+    "apply": _Command(_TRAFFIC, "apply", "apply"),
     "backend": _Command(_TRAFFIC, "backend", "app"),
     "endpoint": _Command(_TRAFFIC, "endpoints", "endpoint_app"),
     "traffic": _Command(_TRAFFIC, "endpoints", "traffic_app"),

@@ -16,7 +16,8 @@ import msgspec
 import typer
 
 from muster.cli import parsing
-from muster.cli.changes import ChangeOutcome, ChangeRequest, describe
+from muster.cli.change_sets import ChangeSet, print_end
+from muster.cli.changes import ChangeOutcome, ChangeRequest
 from muster.cli.logs import LogTail
 from muster.cli.output import Progress, print_error, print_json_line, print_line
 from muster.cli.queries import STACK_OPTIONS, HttpHostOption, HttpPortOption, build_command, pop_stack_choice
@@ -195,20 +196,13 @@ class ServeRun:
                 ended_as = {"what": change.what, "outcome": msgspec.to_builtins(outcome)}
                 print_json_line(msgspec.json.encode(ended_as).decode())
                 return
-            emit = print_line if outcome.exit_code is ExitCode.OK else print_error
-            for line in describe(outcome, change):
-                emit(line)
+            print_end(change, outcome)
 
-        ended = await deploy(
-            stack,
-            request,
-            progress,
-            host=address.host,
-            timeout_s=_DEPLOY_TIMEOUT_S,
-            is_waiting=True,
-            on_done=report,
+        changes = ChangeSet(
+            stack, progress, host=address.host, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, report=report
         )
-        return max((each.outcome.exit_code for each in ended), default=ExitCode.OK)
+        await deploy(changes, request)
+        return changes.exit_code
 
     async def _reload(self, stack: Stack, address: StackAddress) -> None:
         # Only here: few runs watch files.

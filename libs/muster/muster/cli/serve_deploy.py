@@ -8,30 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import typer
 
 from muster.cli import parsing
 from muster.cli.apps import FileText, build_app_change, read_file
-from muster.cli.changes import (
-    ChangeOptions,
-    ChangeOutcome,
-    ChangeRequest,
-    ChangeResult,
-    ChangeRun,
-    describe,
-    perform,
-    show_plan,
-)
-from muster.cli.output import Progress, print_error, print_json, print_line
+from muster.cli.change_sets import ChangeSet, run_changes
+from muster.cli.changes import ChangeOptions, ChangeRequest, ChangeRun
+from muster.cli.output import print_error
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
-from muster.cli.session import ExitCode, Session, StackChoice
+from muster.cli.session import Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import ServeApplicationSchema
@@ -41,7 +32,7 @@ from muster.sdk.translate import deploy_command
 from serve_common.api.commands import DeleteApplication, SetHttpOptions
 from serve_common.api.queries import GetAllApplications, Plan
 from serve_common.api.views import ApplicationView, DeploymentStatus, PlanView
-from serve_common.errors import BadField, CommandRefused
+from serve_common.errors import BadField
 
 _SHOWN_UPLOAD_BYTES: Final = 2**20
 """Code of this size takes long enough to say that it is uploaded."""
@@ -60,13 +51,6 @@ class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
     http_options: dict[str, Any] = {}
     is_whole: bool = False
     """Whether applications of earlier files that are not among these are deleted."""
-
-
-class ServeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How the change of one application, or of the HTTP options, ended; printed with ``--json``."""
-
-    what: str
-    outcome: ChangeOutcome
 
 
 def prepare_file(
@@ -262,48 +246,27 @@ def _delete_change(name: str) -> ChangeRequest:
     )
 
 
-async def deploy(
-    stack: Stack,
-    request: ServeRequest,
-    progress: Progress,
-    *,
-    host: str,
-    timeout_s: float,
-    is_waiting: bool,
-    on_done: Callable[[ChangeRequest, ChangeOutcome], None],
-) -> list[ServeOutcome]:
+async def deploy(changes: ChangeSet, request: ServeRequest) -> None:
     """Deploy all applications, each by itself, and delete what the request leaves out.
 
-    ``on_done`` is called as each ends. Raises what the controller refuses, as long as nothing was changed.
+    Raises what the controller refuses, as long as nothing was changed.
     """
-    waves = _plan_steps(request, await stack.admin.call(GetAllApplications()))
+    admin = changes.stack.admin
+    waves = _plan_steps(request, await admin.call(GetAllApplications()))
     for step in waves[0] if waves else ():
-        await stack.admin.call(Plan.for_command(step.change.command))
+        await admin.call(Plan.for_command(step.change.command))
     for each in request.applications:
         size = sum(len(one.code) for one in each.built.deployments)
         if size >= _SHOWN_UPLOAD_BYTES:
-            progress.show(f"uploading {size / 2**20:.0f} MiB of code of {each.built.name}")
-        await upload_application(stack, each.built)
-    ended: list[ServeOutcome] = []
-
-    async def run(step: _Step, *, waits: bool) -> None:
-        try:
-            outcome = await perform(
-                stack.admin, step.change, timeout_s=timeout_s, is_waiting=waits, host=host, progress=progress
-            )
-        except CommandRefused as error:
-            outcome = ChangeOutcome(result=ChangeResult.FAILED, goal_id=None, error=str(error), took_s=0.0)
-        ended.append(ServeOutcome(what=step.change.what, outcome=outcome))
-        on_done(step.change, outcome)
-
+            changes.progress.show(f"uploading {size / 2**20:.0f} MiB of code of {each.built.name}")
+        await upload_application(changes.stack, each.built)
     for number, wave in enumerate(waves, start=1):
         try:
             async with asyncio.TaskGroup() as group:
                 for step in wave:
-                    group.create_task(run(step, waits=is_waiting or number < len(waves)))
+                    group.create_task(changes.run(step.change, is_needed=number < len(waves)))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-    return ended
 
 
 async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest, PlanView]]:
@@ -325,40 +288,14 @@ def run_deploy(
     session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest
 ) -> None:
     """`muster deploy` of a request, reported as other changes are."""
-    address = session.find_stack(choice)
-    if options.dry_run:
-        plans = session.run(address, request.named, lambda stack, _progress: plan(stack, request))
-        if options.as_json:
-            print_json([{"what": change.what, "plan": msgspec.to_builtins(view)} for change, view in plans])
-        else:
-            for change, view in plans:
-                show_plan(view, change.what, change.already)
-        return
-
-    def report(change: ChangeRequest, outcome: ChangeOutcome) -> None:
-        if not options.as_json:
-            emit = print_line if outcome.exit_code is ExitCode.OK else print_error
-            for line in describe(outcome, change):
-                emit(line)
-
-    ended = session.run(
-        address,
+    run_changes(
+        session,
+        choice,
+        options,
         request.named,
-        lambda stack, progress: deploy(
-            stack,
-            request,
-            progress,
-            host=address.host,
-            timeout_s=options.timeout_s,
-            is_waiting=not options.no_wait,
-            on_done=report,
-        ),
+        plan=lambda stack: plan(stack, request),
+        work=lambda changes: deploy(changes, request),
     )
-    if options.as_json:
-        print_json(ended)
-    code = max((each.outcome.exit_code for each in ended), default=ExitCode.OK)
-    if code is not ExitCode.OK:
-        raise typer.Exit(code)
 
 
 def show_warnings() -> None:

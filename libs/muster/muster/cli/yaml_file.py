@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, TypeVar, final
 
 import msgspec
 
@@ -16,6 +17,19 @@ ValuePath = Sequence[str | int]
 """Keys and indices from the root of a file to a value."""
 FoundErrors = Iterator[tuple[ValuePath, str]]
 """What is wrong in a file: paths and reasons."""
+T = TypeVar("T")
+
+_AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_TYPES: Final = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
+
+_TYPE_NAMES: Final = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "array": "a list",
+    "object": "an object with fields",
+}
 
 
 @final
@@ -46,6 +60,16 @@ class YamlFile:
         """The error that says what is wrong with a value, and where it is."""
         where = f"{self.name}:{self.find_line(path)}"
         return BadField(f"{where}: {spell_path(path)}" if path else where, reason)
+
+    def convert(self, kind: type[T]) -> T:
+        """The value as a struct. Raises `BadField` with the places of all unknown fields, or of what is wrong."""
+        if unknown := [*find_unknown_fields(self.value, kind)]:
+            raise self.build_errors(unknown)
+        try:
+            return msgspec.convert(self.value, kind)
+        except msgspec.ValidationError as error:
+            found = _describe_invalid(str(error))
+            raise self.build_error(parse_path(found.field), found.reason) from error
 
     def build_errors(self, found: Iterable[tuple[ValuePath, str]]) -> BadField:
         """One error that has all of them, in the order of their lines; there must be one at least."""
@@ -128,3 +152,19 @@ def _get_fields(kind: Any) -> Mapping[str, Any] | None:
     if isinstance(kind, type) and hasattr(kind, "model_fields"):
         return {name: each.annotation for name, each in kind.model_fields.items()}
     return None
+
+
+def _describe_invalid(text: str) -> BadField:
+    """What msgspec says of a value, in the words of the other errors."""
+    found = _AT.search(text)
+    at = "" if found is None else found["path"]
+    text = _AT.sub("", text)
+    missing = _MISSING.match(text)
+    if missing is not None:
+        return BadField(f"{at}.{missing['name']}" if at else missing["name"], "is missing")
+    types = _TYPES.match(text)
+    if types is None:
+        return BadField(at, text)
+    wanted, got = types["wanted"].removesuffix(" | null"), types["got"]
+    quotes = "; put it in quotes" if wanted == "str" and got in {"int", "float", "bool"} else ""
+    return BadField(at, f"must be {_TYPE_NAMES.get(wanted, wanted)}, not {got}{quotes}")
