@@ -375,6 +375,8 @@ _COMPOSE: Final[Mapping[str, str]] = {
     "MUSTER_TLS": "Directory with `tls.crt` and `tls.key`, for `deploy/ingress/tls.yaml`.",
     "MUSTER_NATS_PORT": "Published port, or address:port, of NATS.",
     "MUSTER_PROMETHEUS_PORT": "Published port, or address:port, of Prometheus.",
+    "MUSTER_ALERTMANAGER": "Directory with `alertmanager.yml`: where alerts go.",
+    "MUSTER_ALERTMANAGER_PORT": "Published port, or address:port, of Alertmanager.",
     "MUSTER_GRAFANA_PORT": "Published port, or address:port, of Grafana.",
     "MUSTER_JAEGER_PORT": "Published port, or address:port, of Jaeger.",
     "MUSTER_PROMETHEUS_URL": "The Prometheus that the controllers read; empty for none.",

@@ -253,6 +253,27 @@ def test_the_trace_viewer_listens_where_it_is_looked_for(compose: dict[str, Any]
     assert set(config["service"]["extensions"]) == set(config["extensions"])
 
 
+def test_prometheus_sends_alerts_where_compose_runs_alertmanager(compose: dict[str, Any]) -> None:
+    service = compose["services"]["alertmanager"]
+    assert service["profiles"] == ["alerts"]
+    [found] = load_yaml("deploy/prometheus/prometheus.yml")["alerting"]["alertmanagers"]
+    [discovery] = found["dns_sd_configs"]
+    assert discovery["names"] == ["alertmanager"]
+    assert f"--web.listen-address=:{discovery['port']}" in service["command"]
+    assert set(service["networks"]) & set(compose["services"]["prometheus"]["networks"]) == {"monitoring"}
+    [config, _] = service["volumes"]
+    assert with_defaults(config) == "./deploy/alertmanager:/etc/alertmanager:ro"
+    loaded = load_yaml("deploy/alertmanager/alertmanager.yml")
+    receivers = {receiver["name"] for receiver in loaded["receivers"]}
+    assert {
+        loaded["route"]["receiver"],
+        *(each["receiver"] for each in loaded["route"]["routes"]),
+    } <= receivers
+    [webhook] = [each for each in loaded["receivers"] if each["name"] == loaded["route"]["receiver"]]
+    assert "host.docker.internal" in webhook["webhook_configs"][0]["url"]
+    assert service["extra_hosts"] == ["host.docker.internal:host-gateway"]
+
+
 def test_the_override_for_https_names_variables_of_the_proxy_and_files_that_it_mounts() -> None:
     services = load_yaml("deploy/ingress/tls.yaml")["services"]
     proxy = services["proxy"]
