@@ -6,7 +6,7 @@ PACKAGES := libs/serve_common libs/muster libs/embedded services/controller serv
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
-	parity parity-record docs dashboards compose-up compose-down secrets plain-conf lock stats clean
+	parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,10 @@ compose-up: secrets ## Build and start the containers, wait until all are health
 	then docker compose up -d --build --wait; \
 	else echo "$(GRAFANA_IMAGE) cannot be pulled: Grafana is left out"; \
 	docker compose -f compose.yaml -f deploy/grafana/left-out.yaml up -d --build --wait; fi
+
+upgrade: $(STAMP) ## Build anew, and replace replica hosts, proxies and controllers one at a time, without a failed request
+	docker compose build --quiet controller proxy replica-host
+	deploy/upgrade.sh
 
 compose-down: ## Stop the containers (volumes are kept)
 	docker compose down

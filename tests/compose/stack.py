@@ -76,6 +76,21 @@ class Stack:
             lambda: set(health().values()) == {"healthy"}, "all are healthy", health, timeout_s=UP_TIMEOUT_S
         )
 
+    def containers(self, *services: str) -> set[str]:
+        """Ids of the containers of these services."""
+        return {str(each.ID) for each in self.compose.get_containers() if each.Service in services}
+
+    def upgrade(self) -> str:
+        """What `make upgrade` does after it has built the images: what it prints."""
+        environment = {
+            **os.environ,
+            "COMPOSE_FILE": os.pathsep.join(map(str, self.compose.compose_file_name or ())),
+            "MUSTER": str(Path(sys.executable).with_name("muster")),
+            "MUSTER_NATS_URL": self.nats_url,
+            "MUSTER_NATS_CREDS_FILE": str(self.secrets.credentials_file(Role.ADMIN)),
+        }
+        return _run([str(ROOT / "deploy/upgrade.sh")], UP_TIMEOUT_S, environment=environment)
+
     def kill_container(self, container_id: str) -> None:
         """End one container of ours as a crash would; it does not come back by itself."""
         ours = {container.ID[:12] for container in self.compose.get_containers() if container.ID}
@@ -236,8 +251,12 @@ def _wait_for_line(process: subprocess.Popen[str], timeout_s: float) -> None:
     assert line.startswith("asking"), line
 
 
-def _run(command: list[str], timeout_s: float, *, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
+def _run(
+    command: list[str], timeout_s: float, *, check: bool = True, environment: dict[str, str] | None = None
+) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False, env=environment
+    )
     if check and done.returncode:
         raise AssertionError(
             f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"

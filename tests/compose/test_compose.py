@@ -249,7 +249,9 @@ def test_a_standby_controller_takes_over_from_one_that_is_killed(stack: Stack) -
     stack.deploy_digits()
 
 
-def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
+def test_the_stack_scales_up_is_upgraded_and_scales_down_under_load(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack.have_digits()
     with stack.under_load() as result:
         stack.up("--no-recreate", "--scale", "proxy=2", "--scale", "replica-host=2")
@@ -268,6 +270,20 @@ def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
 
     # Connections are spread, so those that are open stay where they are, and what is new meets both.
     stack.wait_until(both_proxies_asked, "both proxies were asked")
+
+    before = stack.containers(*OURS)
+    assert len(before) == 5
+    assert stack.upgrade().count("up to date") == len(OURS)
+    assert stack.containers(*OURS) == before, "what is up to date stays"
+    monkeypatch.setenv("MUSTER_LOG_LEVEL", "warning")  # another configuration, as another image would be
+    with stack.under_load() as result:
+        assert stack.upgrade().count("is replaced") == 5
+    assert result["failures"] == 0, result
+    after = stack.containers(*OURS)
+    assert (len(after), after & before) == (5, set())
+    stack.wait_until(lambda: live_hosts() == len(stack.status()["hosts"]) == 2, "no host is left behind")
+    assert not any(host["draining"] for host in stack.status()["hosts"])
+
     with stack.under_load() as result:
         stack.up("--no-recreate", "--scale", "proxy=1", "--scale", "replica-host=1")
     assert result["failures"] == 0, result
