@@ -63,6 +63,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         assert up.stdout is not None
         found: dict[str, Any] = {}
         for line in up.stdout:
+            assert line.startswith("{"), line + up.stdout.read() + (folder / "up.log").read_text()
             event = json.loads(line)
             found |= event.get("stack", {})
             if event["event"] == "example":
