@@ -5,7 +5,7 @@
 #
 # A new container serves before an old one is emptied, stopped and removed, so there is one more of a service meanwhile.
 # Containers that are up to date stay. It ends at the first thing that fails, while everything serves.
-set -euo pipefail
+set -Eeuo pipefail
 
 MUSTER=${MUSTER:-.venv/bin/muster}
 START_LIMIT_S=600
@@ -22,29 +22,39 @@ is_current() { # CONTAINER SERVICE
         "$image ${hash#* }" ]
 }
 
+wait_for() { # SECONDS WHAT COMMAND...
+    local deadline=$((SECONDS + $1)) what=$2
+    shift 2
+    until "$@"; do
+        [ "$SECONDS" -lt "$deadline" ] || { echo "it did not come about that $what" >&2; return 1; }
+        sleep 1
+    done
+}
+
+are_healthy() { # SERVICE COUNT
+    local ids
+    ids=$(containers "$1")
+    [ -n "$ids" ] && [ "$(docker inspect --format '{{.State.Health.Status}}' $ids | grep -cx healthy)" -ge "$2" ]
+}
+
 proxies_that_the_ingress_uses() {
     docker compose exec -T ingress bash -c 'exec 3<>/dev/tcp/127.0.0.1/9104
         printf "GET /metrics?scope=server&no-maint HTTP/1.0\r\n\r\n" >&3; cat <&3' |
         grep -c '^haproxy_server_status{.*state="UP".*} 1' || true
 }
 
-wait_for_ingress() { # COUNT
-    local left=$INGRESS_LIMIT_S
-    until [ "$(proxies_that_the_ingress_uses)" -ge "$1" ]; do
-        [ $((left -= 1)) -gt 0 ] || { echo "the ingress does not use $1 proxies" >&2; return 1; }
-        sleep 1
-    done
-}
+does_ingress_use() { [ "$(proxies_that_the_ingress_uses)" -ge "$1" ]; } # COUNT
 
 replace() { # CONTAINER SERVICE COUNT
     local name host
     name=$(docker inspect --format '{{.Name}}' "$1") host=${1:0:12}
     echo "${name#/}: a new container starts beside it"
-    docker compose --progress quiet up --detach --no-deps --no-build --no-recreate --wait --wait-timeout $START_LIMIT_S \
-        --scale "$2=$(($3 + 1))" "$2"
+    docker compose --progress quiet up --detach --no-deps --no-build --no-recreate --scale "$2=$(($3 + 1))" "$2"
+    # Compose's own --wait gives up on a container that ends and is started anew, as a host does whose Ray was slow.
+    wait_for $START_LIMIT_S "$(($3 + 1)) of $2 are healthy" are_healthy "$2" $(($3 + 1))
     case $2 in
     replica-host) "$MUSTER" host drain "$host" --timeout-s "$DRAIN_LIMIT_S" ;;
-    proxy) wait_for_ingress $(($3 + 1)) ;;
+    proxy) wait_for $INGRESS_LIMIT_S "the ingress uses $(($3 + 1)) proxies" does_ingress_use $(($3 + 1)) ;;
     esac
     docker stop "$1" >/dev/null
     docker rm "$1" >/dev/null
