@@ -9,7 +9,7 @@ from typing import Final
 
 from docs.generator.structs import GENERATED, class_doc, table
 from muster.context import NotInReplica
-from muster.handles.options import CallNotAllowed, RequestCancelled
+from muster.handles.options import CallNotAllowed, RequestCancelledError
 from muster.sdk.absent import NotInMuster
 from serve_common.dispatch.errors import BackendStopped, LostTwice
 from serve_common.errors import (
@@ -51,7 +51,7 @@ otherwise.
 _SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "Everywhere": ("serve_common.errors",),
     "Requests": ("serve_common.dispatch", "serve_proxy"),
-    "Calls by handle": ("muster.handles",),
+    "Calls by handle": ("muster.handles", "muster.batching"),
     "Applications in Python, and their code": ("muster.sdk", "serve_common.protocol"),
     "The program `muster`": ("muster.",),
     "Connections and identities": ("serve_common.nats", "serve_common.identities"),
@@ -68,7 +68,7 @@ _RETRY: Final[Mapping[type[ServeError], str]] = {
     HeadTooSlow: "Yes, over a faster connection.",
     DeadlineExceeded: "If it is idempotent.",
     UserCodeRaised: "As the application says.",
-    RequestCancelled: "As the caller likes.",
+    RequestCancelledError: "As the caller likes.",
     RequestFailed: "If it is idempotent.",
     LimitReached: "Not until it fits the limit.",
     CommandRefused: "No: change the request.",

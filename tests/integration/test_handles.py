@@ -16,7 +16,7 @@ from muster.exceptions import RayServeException
 from muster.handles import (
     DeploymentHandle,
     DeploymentResponseGenerator,
-    RequestCancelled,
+    RequestCancelledError,
     get_app_handle,
     get_deployment_handle,
 )
@@ -231,7 +231,7 @@ async def test_cancelling_goes_down_the_chain_at_once(
     response = getattr(middle, method).remote()
     await until_counted(leaf, started + 1, cancelled)
     response.cancel()
-    with pytest.raises(RequestCancelled):
+    with pytest.raises(RequestCancelledError):
         await response
     await until_counted(leaf, started + 1, cancelled + 1)
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -36,37 +37,75 @@ def run_under_ray(chosen: list[str], directory: Path, *, record: bool) -> dict[s
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0"}
-    environment["RAY_enable_worker_prestart"] = "0"
+    environment |= {"RAY_enable_worker_prestart": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    environment["RAY_AUTH_MODE"] = "disabled"  # tokens are of the user, and so of other Rays too
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of its processes compiles all of Ray anew
-    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on the loopback, also on Linux
     launcher = [str(PEERS_PYTHON), "-W", "ignore", str(Path(__file__).parent / "ray_program.py")]
-    cluster = subprocess.Popen(
-        [*launcher, "--cluster", str(directory / "r"), "--cpus", str(CPUS)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=directory,
-        text=True,
-    )
-    assert cluster.stdin is not None
-    assert cluster.stdout is not None
+    with ray_head(directory, environment) as address:
+        environment["RAY_ADDRESS"] = address
+        return run_each(chosen, directory, environment, launcher, port, record=record)
+
+
+@contextmanager
+def ray_head(directory: Path, environment: dict[str, str]) -> Iterator[str]:
+    """One Ray for all programs; gives its address.
+
+    Every port is its own: gRPC shares ports between processes, so a worker in Ray's default range can answer for
+    one of another Ray on this machine.
+    """
+    gcs, *others = (free_port() for _ in range(5))
+    agent = ("dashboard-agent-grpc", "dashboard-agent-listen", "runtime-env-agent", "metrics-export")
+    argv = [str(PEERS_PYTHON), "-W", "ignore", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    argv += ["--node-ip-address", "127.0.0.1", "--port", str(gcs), "--num-cpus", str(CPUS)]
+    argv += ["--temp-dir", str(directory / "r"), "--include-dashboard", "false", "--min-worker-port", "0"]
+    argv += [
+        "--max-worker-port",
+        "0",
+        "--object-store-memory",
+        str(200 * 1024 * 1024),
+        "--disable-usage-stats",
+    ]
+    for name, port in zip(agent, others, strict=True):
+        argv += [f"--{name}-port", str(port)]
+    said = directory / "ray-start.log"
+    with said.open("w") as log:
+        head = subprocess.Popen(argv, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=directory)
+        try:
+            deadline = time.monotonic() + 90
+            while "Ray runtime started" not in said.read_text():
+                if head.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"Ray did not start; on a busy machine try again. {said.read_text()}")
+                time.sleep(0.2)
+            yield f"127.0.0.1:{gcs}"
+        finally:
+            head.terminate()
+            try:
+                head.wait(30)
+            except subprocess.TimeoutExpired:
+                head.kill()
+                head.wait(10)
+
+
+def run_each(
+    chosen: list[str],
+    directory: Path,
+    environment: dict[str, str],
+    launcher: list[str],
+    port: int,
+    *,
+    record: bool,
+) -> dict[str, list[str]]:
+    """What each program prints on the Ray of ``RAY_ADDRESS``, whose Serve goes on between them."""
     printed = {}
-    try:
-        address = cluster.stdout.readline().strip()
-        if not address:
-            raise RuntimeError("Ray did not start: its errors are above; on a busy machine try again")
-        for name in chosen:
-            program = directory / f"{name}.py"
-            program.write_text(programs_of.with_port((programs_of.PROGRAMS / program.name).read_text(), port))
-            start = time.monotonic()
-            argv = [*launcher, "--port", str(port), "--address", address, str(program)]
-            printed[name] = programs_of.run(argv, directory, environment, port)
-            if record:
-                programs_of.record(name, printed[name])
-            print(f"ray    {name} {time.monotonic() - start:.1f} s", flush=True)
-    finally:
-        cluster.stdin.close()
-        cluster.wait(60)
+    for name in chosen:
+        program = directory / f"{name}.py"
+        program.write_text(programs_of.with_port((programs_of.PROGRAMS / program.name).read_text(), port))
+        start = time.monotonic()
+        argv = [*launcher, "--port", str(port), str(program)]
+        printed[name] = programs_of.run(argv, directory, environment, port)
+        if record:
+            programs_of.record(name, printed[name])
+        print(f"ray    {name} {time.monotonic() - start:.1f} s", flush=True)
     return printed
 
 
@@ -103,9 +142,12 @@ def main() -> int:
     parser.add_argument(
         "--muster", action="store_true", help="only under Muster; compare with what is recorded"
     )
+    parser.add_argument("--new", action="store_true", help="only those that are not recorded")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     chosen = options.names or programs_of.names()
+    if options.new:
+        chosen = [name for name in chosen if name not in programs_of.recorded()]
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         directory = Path(name)
         expected = programs_of.recorded()

@@ -15,6 +15,13 @@ PROGRAMS: Final = Path(__file__).parent / "programs"
 RECORDED: Final = Path(__file__).parent / "recorded.json"
 TIMEOUT_S: Final = 120
 
+FAILED: Final = ("EXIT ", "TIMEOUT ")
+"""The last lines of a program that failed begin so."""
+OF_ONE_MACHINE: Final = re.compile(
+    r"/(work|root|tmp|home|usr|var|opt)/|\bpid=\d|\bip=\d|\(raylet\)|InvalidAuthToken|\b(?!127\.0\.)\d+\.\d+\.\d+\.\d+:\d"
+)
+"""Paths, processes and addresses, and what another Ray on the machine says."""
+
 _IMPORTS: Final = (
     (re.compile(r"^(\s*)from ray import serve\b", re.MULTILINE), r"\1import muster as serve"),
     (re.compile(r"^(\s*)import ray\.serve as\b", re.MULTILINE), r"\1import muster as"),
@@ -46,8 +53,19 @@ def recorded() -> dict[str, list[str]]:
     return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
 
 
+def is_unrepeatable(line: str) -> bool:
+    """Whether a line tells of a failure, or of the machine that printed it."""
+    return line.startswith(FAILED) or OF_ONE_MACHINE.search(line) is not None
+
+
 def record(name: str, lines: list[str]) -> None:
-    """Keep what a program printed under Ray Serve; what is recorded of programs that are gone, goes."""
+    """Keep what a program printed under Ray Serve; what is recorded of programs that are gone, goes.
+
+    A program that failed is not recorded, nor one whose output another machine could not repeat.
+    """
+    if any(is_unrepeatable(line) for line in lines):
+        print(f"{name} is not recorded:", *lines, sep="\n")
+        return
     all_lines = {**recorded(), name: lines}
     wanted = {each: all_lines[each] for each in names() if each in all_lines}
     RECORDED.write_text(json.dumps(wanted, indent=1, ensure_ascii=False) + "\n")
@@ -79,6 +97,9 @@ def run(argv: list[str], directory: Path, environment: Mapping[str, str], port: 
     except subprocess.TimeoutExpired as error:
         return [*(error.stdout or b"").decode().splitlines(), f"TIMEOUT after {TIMEOUT_S} s"]
     lines = done.stdout.replace(f":{port}", ":8000").splitlines()
+    lines = [
+        line for line in lines if "(raylet)" not in line
+    ]  # Ray's own, which it prints into programs' output
     if done.returncode:
         lines += [f"EXIT {done.returncode}", *done.stderr.splitlines()[-25:]]
     return lines

@@ -7,35 +7,18 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import runpy
 import sys
 from pathlib import Path
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--port", type=int)
-parser.add_argument("--address", help="of a running cluster")
-parser.add_argument("--cluster", metavar="DIRECTORY", help="run a cluster instead, until stdin ends")
-parser.add_argument("--cpus", type=int)
-parser.add_argument("program", nargs="?")
+parser.add_argument("program")
 options = parser.parse_args()
 
 import ray  # noqa: E402 - only once the arguments are right: it takes seconds
-
-if options.cluster:
-    context = ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=options.cpus,
-        object_store_memory=200 * 1024 * 1024,
-        log_to_driver=False,
-        _temp_dir=options.cluster,
-    )
-    print(context.address_info["gcs_address"], flush=True)
-    sys.stdin.read()
-    ray.shutdown()
-    sys.exit()
-
-from ray import serve  # noqa: E402 - not for a cluster
+from ray import serve  # noqa: E402 - as above
 from ray.serve.config import HTTPOptions  # noqa: E402 - as above
 from ray.serve.context import _get_global_client  # noqa: E402 - as above
 
@@ -43,7 +26,9 @@ HTTPOptions.model_fields["port"].default = options.port
 HTTPOptions.model_rebuild(force=True)
 sys.argv = [options.program]
 sys.path[0] = str(Path(options.program).parent)
-ray.init(address=options.address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+ray.init(
+    address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR, namespace="serve"
+)
 try:
     runpy.run_path(options.program, run_name="__main__")
 finally:

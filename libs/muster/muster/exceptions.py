@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from muster.handles.options import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from muster.handles.options import RequestCancelledError
 from muster.sdk.absent import NotInMuster
+from serve_common.dispatch.errors import BackPressureError, DeploymentUnavailableError
 from serve_common.errors import ReplicaDied, ServeError
 
 RayServeException = ServeError

@@ -120,7 +120,7 @@ class RayActorOptionsSchema(BaseModel):
     """GPUs of each replica."""
     memory: float | None = Field(default=None, ge=0)
     """Bytes of memory of each replica."""
-    resources: dict[str, float] = {}
+    resources: dict[str, Any] = {}
     """Custom resources of each replica."""
     accelerator_type: str | None = None
     """Type of accelerator; refused here: ask for a custom resource that hosts declare."""
@@ -338,6 +338,11 @@ class ServeDeploySchema(BaseModel):
     """The applications."""
     target_capacity: float | None = None
     """Not supported."""
+
+    @staticmethod
+    def get_empty_schema_dict() -> dict[str, Any]:
+        """A configuration without applications."""
+        return {"applications": []}
 
     @field_validator("applications")
     @classmethod

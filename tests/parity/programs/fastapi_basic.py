@@ -20,8 +20,21 @@ class FastAPIDeployment:
 
 serve.run(FastAPIDeployment.bind(), route_prefix="/")
 base = "http://localhost:8000"
-for path in ["/hello?name=Theodore", "/hello", "/item/3?q=x", "/item/a", "/nothing", "/item/3/", "/openapi.json"]:
+for path in [
+    "/hello?name=Theodore",
+    "/hello",
+    "/item/3?q=x",
+    "/item/a",
+    "/nothing",
+    "/item/3/",
+    "/openapi.json",
+]:
     r = requests.get(base + path)
-    print(path, r.status_code, r.headers["content-type"], r.text if path != "/openapi.json" else sorted(r.json()["paths"]))
+    print(
+        path,
+        r.status_code,
+        r.headers["content-type"],
+        r.text if path != "/openapi.json" else sorted(r.json()["paths"]),
+    )
 r = requests.post(base + "/hello?name=x")
 print(r.status_code, r.text, r.headers.get("allow"))

@@ -1,7 +1,22 @@
 from typing import List, Optional
 
 import requests
-from fastapi import APIRouter, BackgroundTasks, Body, Cookie, Depends, FastAPI, File, Form, Header, HTTPException, Query, Request, Response, UploadFile
+from fastapi import (
+    APIRouter,
+    BackgroundTasks,
+    Body,
+    Cookie,
+    Depends,
+    FastAPI,
+    File,
+    Form,
+    Header,
+    HTTPException,
+    Query,
+    Request,
+    Response,
+    UploadFile,
+)
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
@@ -105,7 +120,14 @@ base = "http://127.0.0.1:8000/shop"
 
 
 def show(r):
-    print(r.request.method, r.request.path_url, r.status_code, r.headers.get("content-type"), r.headers.get("x-mid"), r.text)
+    print(
+        r.request.method,
+        r.request.path_url,
+        r.status_code,
+        r.headers.get("content-type"),
+        r.headers.get("x-mid"),
+        r.text,
+    )
 
 
 show(requests.post(base + "/items", json={"name": "a", "price": 2}))
@@ -128,5 +150,8 @@ show(requests.get(base + "/r/plain"))
 show(requests.get(base + "/free/7"))
 r = requests.get(base + "/list", headers={"Origin": "http://example.com"})
 print(r.headers.get("access-control-allow-origin"))
-print(requests.get(base + "/openapi.json").json()["info"], sorted(requests.get(base + "/openapi.json").json()["paths"]))
+print(
+    requests.get(base + "/openapi.json").json()["info"],
+    sorted(requests.get(base + "/openapi.json").json()["paths"]),
+)
 print(requests.get(base + "/openapi.json").json().get("servers"))

@@ -1,4 +1,5 @@
 """Tests as users write them: each runs an application and shuts down."""
+
 import unittest
 import requests
 from ray import serve

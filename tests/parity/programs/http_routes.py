@@ -23,4 +23,9 @@ serve.delete("a")
 print(requests.get(base + "/-/routes").json())
 r = requests.get(base + "/a")
 print(r.status_code, r.text)
-print(sorted((n, a.route_prefix if hasattr(a, "route_prefix") else None) for n, a in serve.status().applications.items()))
+print(
+    sorted(
+        (n, a.route_prefix if hasattr(a, "route_prefix") else None)
+        for n, a in serve.status().applications.items()
+    )
+)

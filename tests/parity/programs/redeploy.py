@@ -19,7 +19,10 @@ print(requests.get(base).text)
 serve.run(V.bind("two"))
 print(requests.get(base).text)
 serve.run(V.options(num_replicas=2).bind("two"))
-print(len(serve.status().applications["default"].deployments["V"].replica_states), serve.status().applications["default"].deployments["V"].replica_states)
+print(
+    len(serve.status().applications["default"].deployments["V"].replica_states),
+    serve.status().applications["default"].deployments["V"].replica_states,
+)
 serve.run(V.bind("moved"), route_prefix="/moved")
 print(requests.get(base + "/moved").text, requests.get(base + "/").status_code)
 

@@ -23,7 +23,17 @@ def show(request: Request):
 serve.run(show.bind(), name="one", route_prefix="/one")
 serve.run(show.options(name="root").bind(), name="two", route_prefix="/")
 base = "http://127.0.0.1:8000"
-for path in ["/one", "/one/", "/one/a/b?x=1&x=2&y=", "/one%20two", "/one/%C3%A9t%C3%A9?q=%20a+b", "/", "/onetwo", "//double", "/a/../b"]:
+for path in [
+    "/one",
+    "/one/",
+    "/one/a/b?x=1&x=2&y=",
+    "/one%20two",
+    "/one/%C3%A9t%C3%A9?q=%20a+b",
+    "/",
+    "/onetwo",
+    "//double",
+    "/a/../b",
+]:
     r = requests.get(base + path)
     print(path, r.status_code, sorted(r.json().items()))
 for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"]:

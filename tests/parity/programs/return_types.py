@@ -62,4 +62,11 @@ class Values:
 serve.run(Values.bind())
 for kind in VALUES:
     r = requests.get("http://127.0.0.1:8000/", params={"kind": kind}, allow_redirects=False)
-    print(kind, r.status_code, r.headers.get("content-type"), r.headers.get("x-own"), r.headers.get("location"), r.content)
+    print(
+        kind,
+        r.status_code,
+        r.headers.get("content-type"),
+        r.headers.get("x-own"),
+        r.headers.get("location"),
+        r.content,
+    )

@@ -17,7 +17,12 @@ class Two:
         return "two"
 
 
-handles = serve.run_many([RunTarget(one.bind(), name="one", route_prefix="/one"), RunTarget(Two.bind(), name="two", route_prefix="/two")])
+handles = serve.run_many(
+    [
+        RunTarget(one.bind(), name="one", route_prefix="/one"),
+        RunTarget(Two.bind(), name="two", route_prefix="/two"),
+    ]
+)
 print([(h.app_name, h.deployment_name) for h in handles])
 print(requests.get("http://127.0.0.1:8000/one").text, requests.get("http://127.0.0.1:8000/two").text)
 for args in [dict(route_prefix="nope"), dict(route_prefix="/x/"), dict(route_prefix="/{a}"), dict(name="")]:

@@ -21,7 +21,9 @@ class B:
 
 
 serve.run(B.bind(A.bind()), name="app1", route_prefix="/app1", blocking=False)
-serve._run(A.bind(), name="app2", route_prefix="/app2", _blocking=False) if False else serve.run(A.bind(), name="app2", route_prefix="/app2")
+serve._run(A.bind(), name="app2", route_prefix="/app2", _blocking=False) if False else serve.run(
+    A.bind(), name="app2", route_prefix="/app2"
+)
 start = time.time()
 while time.time() - start < 30:
     if serve.status().applications["app2"].status == ApplicationStatus.RUNNING:
@@ -33,7 +35,10 @@ for name, app in sorted(status.applications.items()):
     for dname, d in sorted(app.deployments.items()):
         print(" ", dname, d.status, d.status_trigger, d.replica_states, repr(d.message))
 print(status.target_capacity)
-print(all(str(v) == "HEALTHY" or v.value == "HEALTHY" for v in status.proxies.values()), len(status.proxies) >= 1)
+print(
+    all(str(v) == "HEALTHY" or v.value == "HEALTHY" for v in status.proxies.values()),
+    len(status.proxies) >= 1,
+)
 serve.delete("app1")
 print(sorted(serve.status().applications))
 serve.shutdown()

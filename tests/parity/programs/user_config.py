@@ -15,14 +15,24 @@ class Model:
         self.threshold = config["threshold"]
 
     def __call__(self, request):
-        return {"threshold": self.threshold, "calls": self.calls, "deployment": serve.get_replica_context().deployment}
+        return {
+            "threshold": self.threshold,
+            "calls": self.calls,
+            "deployment": serve.get_replica_context().deployment,
+        }
 
 
 serve.run(Model.bind())
 print(requests.get("http://localhost:8000/").json())
 serve.run(Model.options(user_config={"threshold": 0.9}).bind())
 print(requests.get("http://localhost:8000/").json())
-print(Model.name, Model.num_replicas, Model.user_config, Model.max_ongoing_requests, Model.route_prefix if hasattr(Model, "route_prefix") else "no prefix")
+print(
+    Model.name,
+    Model.num_replicas,
+    Model.user_config,
+    Model.max_ongoing_requests,
+    Model.route_prefix if hasattr(Model, "route_prefix") else "no prefix",
+)
 
 
 @serve.deployment(user_config=[1, {"nested": "x"}])

@@ -228,7 +228,10 @@ class RunningBatch:
                 f"{name} {verb} a value of type {kind} for a batch of {wanted}; it must be a list"
             )
         if len(results) != wanted:
-            raise WrongBatchResult(f"{name} {verb} {len(results)} results for a batch of {wanted}")
+            raise WrongBatchResult(
+                "Batched function doesn't preserve batch size. "
+                f"The input list has length {wanted} but the {verb} list has length {len(results)}."
+            )
         checked: Sequence[Any] = results
         return checked
 

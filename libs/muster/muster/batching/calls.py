@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, final
 
 from muster.batching.queue import NO_DEADLINE, WaitingCall
 from muster.per_instance import is_method
+from serve_common.errors import ServeError
 from serve_common.runtime.request_context import RequestContext
 
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -265,8 +266,10 @@ def to_raisable(error: BaseException) -> BaseException:
 # Why their own types: a caller can distinguish a function that broke the rules of batching from one that failed.
 
 
-class WrongBatchResult(RuntimeError):
+class WrongBatchResult(ServeError, RuntimeError):
     """The batch function returned or yielded something that cannot be distributed to its callers."""
+
+    error_code = "wrong_batch_result"
 
 
 class BatchCancelled(RuntimeError):

@@ -186,7 +186,7 @@ def batch(
         batch_size_fn=batch_size_fn,
     )
     if batch_size_fn is not None and not callable(batch_size_fn):
-        raise TypeError(f"batch_size_fn must be a function or None, not {type(batch_size_fn).__name__}")
+        raise TypeError(f"batch_size_fn must be a callable or None, got {type(batch_size_fn)}")
     if _func is None:
         return functools.partial(_decorate, rules=rules)
     return _decorate(_func, rules)
@@ -195,7 +195,9 @@ def batch(
 def _decorate(function: Callable[..., Any], rules: BatchRules) -> Any:
     is_stream = inspect.isasyncgenfunction(function)
     if not is_stream and not inspect.iscoroutinefunction(function):
-        raise TypeError(f"@batch needs an async def function, and {function!r} is none")
+        if not callable(function):
+            raise TypeError("@serve.batch can only be used to decorate functions or methods.")
+        raise TypeError("Functions decorated with @serve.batch must be 'async def'")
     # A decorated function may be decorated again with other options.
     rules = BatchRules(
         max_batch_size=rules.max_batch_size,
@@ -273,15 +275,16 @@ def _whole(name: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number of at least 1, not {value!r}")
+        raise TypeError(f"{name} must be an integer >= 1, got {value}")
     if value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value}")
+        raise ValueError(f"{name} must be an integer >= 1, got {value}")
     return value
 
 
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number of seconds of at least 0, not {value!r}")
+        raise TypeError(f"{name} must be a float >= 0, got {value}")
     if not 0 <= value <= WAIT_S_MAX:
-        raise ValueError(f"{name} must be a number of seconds between 0 and {WAIT_S_MAX:g}, not {value}")
+        limit = f" and <= {WAIT_S_MAX:g}" if value > 0 else ""
+        raise ValueError(f"{name} must be a float >= 0{limit}, got {value}")
     return float(value)

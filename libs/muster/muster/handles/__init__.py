@@ -7,13 +7,14 @@ caller's deadline, its cancellation and the exception as it was raised. Names an
 from __future__ import annotations
 
 from muster.handles.handle import DeploymentHandle, get_app_handle, get_deployment_handle
-from muster.handles.options import BackPressureError, RequestCancelled, RequestCancelledError
+from muster.handles.options import RequestCancelledError
 from muster.handles.responses import (
     DeploymentBroadcastResponse,
     DeploymentResponse,
     DeploymentResponseGenerator,
 )
 from muster.handles.runtime import connect, disconnect
+from serve_common.dispatch.errors import BackPressureError
 
 __all__ = [
     "BackPressureError",
@@ -21,7 +22,6 @@ __all__ = [
     "DeploymentHandle",
     "DeploymentResponse",
     "DeploymentResponseGenerator",
-    "RequestCancelled",
     "RequestCancelledError",
     "connect",
     "disconnect",

@@ -7,7 +7,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, Generic, NoReturn, final
+from typing import Any, Final, Generic, NamedTuple, NoReturn, final
 
 import msgspec
 from typing_extensions import TypeVar
@@ -39,6 +39,16 @@ class DeploymentNotFound(NotFound, KeyError):
     """There is no deployment of that name in that application; Ray Serve raises KeyError."""
 
     __str__ = Exception.__str__  # that of KeyError shows the message in quotes
+
+
+class DeploymentID(NamedTuple):
+    """A deployment's name and its application's."""
+
+    name: str
+    app_name: str
+
+    def __str__(self) -> str:
+        return f"Deployment(name={self.name!r}, app={self.app_name!r})"
 
 
 _DEFAULTS: Final = HandleOptions()
@@ -88,6 +98,11 @@ class DeploymentHandle(Generic[T]):
     def app_name(self) -> str:
         """The application that the deployment belongs to."""
         return self._app_name
+
+    @property
+    def deployment_id(self) -> DeploymentID:
+        """Both names, as Ray Serve has them."""
+        return DeploymentID(self._deployment_name, self._app_name)
 
     @property
     def is_initialized(self) -> bool:
@@ -258,6 +273,16 @@ class DeploymentHandle(Generic[T]):
             return DeploymentHandle, names
         _local_posts[id(self._post)] = self._post
         return _local_handle, (*names, id(self._post))
+
+    def __eq__(self, other: object) -> bool:
+        """Handles of one deployment with the same options are equal: Ray Serve gives the same object."""
+        return isinstance(other, DeploymentHandle) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[str, HandleOptions, int]:
+        return self._endpoint, self._options, id(self._post)
 
     def __repr__(self) -> str:
         return f"DeploymentHandle(deployment={self._deployment_name!r})"

@@ -7,7 +7,6 @@ from typing import Any, Final
 import msgspec
 
 from serve_common.dispatch.admission import CLIENT_GONE
-from serve_common.dispatch.errors import BackendUnavailable, QueueIsFull
 from serve_common.errors import BadField, LimitReached, PermanentError, RequestFailed
 
 
@@ -15,7 +14,7 @@ class NoSuchMethod(BadField, AttributeError):
     """The deployment has no public method of that name; an AttributeError too, as in Ray Serve."""
 
 
-class RequestCancelled(RequestFailed):
+class RequestCancelledError(RequestFailed):
     """The caller cancelled the call."""
 
     error_code = "request_cancelled"
@@ -34,12 +33,6 @@ class ArgumentsTooLarge(LimitReached):
 
     status_hint = 413
     is_of_call = True
-
-
-# The names of Ray Serve.
-BackPressureError = QueueIsFull
-DeploymentUnavailableError = BackendUnavailable
-RequestCancelledError = RequestCancelled
 
 
 UNLIMITED_S: Final = 7 * 86_400.0

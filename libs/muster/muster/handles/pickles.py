@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 
-from muster.handles.options import ArgumentsTooLarge, NoSuchMethod, RequestCancelled
+from muster.handles.options import ArgumentsTooLarge, NoSuchMethod, RequestCancelledError
 from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
 from serve_common.errors import (
     BadField,
@@ -101,7 +101,7 @@ def to_exception(error: ServeError) -> Exception:
         is_own = error.code == UserCodeRaised.error_code
     else:
         exception = error
-        is_own = isinstance(error, RequestCancelled)
+        is_own = isinstance(error, RequestCancelledError)
     if isinstance(exception, ServeError):
         exception.is_of_call = not is_own
     return exception

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, NoReturn, final
 from typing_extensions import TypeVar
 
 from muster.handles.calls import NO_MORE, NOTHING_YET, CallOutcome, HandleCall, ItemStream
-from muster.handles.options import RequestCancelled
+from muster.handles.options import RequestCancelledError
 from muster.handles.pickles import to_exception, unpickle
 from muster.handles.wakeups import check_not_on_loop, make_waiter, wait_in_thread
 from serve_common.dispatch.errors import ResponseUnusable
@@ -53,7 +53,7 @@ class _Response(Generic[R]):
         """True when the call was cancelled, by `cancel` or with the request that it belongs to."""
         call = self._call
         return call.is_cancelled or (
-            call.outcome is not None and isinstance(call.outcome.failure, RequestCancelled)
+            call.outcome is not None and isinstance(call.outcome.failure, RequestCancelledError)
         )
 
     async def _to_object_ref(self) -> NoReturn:

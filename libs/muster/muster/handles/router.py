@@ -14,7 +14,7 @@ from typing import Final, final
 import structlog
 
 from muster.handles.calls import ArgumentSources, CallOutcome, HandleCall, get_headers
-from muster.handles.options import CallNotAllowed, RequestCancelled
+from muster.handles.options import CallNotAllowed, RequestCancelledError
 from muster.handles.pickles import BODY_BYTES_MAX, to_exception
 from muster.handles.wakeups import make_waiter
 from serve_common.config.backend import allows
@@ -316,7 +316,7 @@ class HandleRouter:
             call.work.cancel()
         if call.routed is not None:
             self._dispatcher.abandon(call.routed)
-        call.fail(RequestCancelled("the call was cancelled by its caller"))
+        call.fail(RequestCancelledError("the call was cancelled by its caller"))
 
     # -- answers --
 
@@ -350,7 +350,7 @@ class HandleRouter:
         finally:
             self._dispatcher.abandon(routed)
             if call.outcome is None:  # the task was cancelled
-                call.fail(RequestCancelled("the call was given up"))
+                call.fail(RequestCancelledError("the call was given up"))
 
 
 _NO_BYTES: Final = memoryview(b"")

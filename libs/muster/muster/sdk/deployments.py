@@ -296,7 +296,7 @@ class Deployment:
             return NotImplemented
         return all(
             getattr(self, name) == getattr(other, name)
-            for name in ("_name", "_options", "_init_args", "_init_kwargs", "_actor")
+            for name in ("_name", "_options", "_chosen", "_init_args", "_init_kwargs", "_actor")
         )
 
     __hash__ = None  # type: ignore[assignment]  # as in Ray Serve: its options may change

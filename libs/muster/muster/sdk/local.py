@@ -20,7 +20,7 @@ import msgspec
 
 from muster.handles.calls import CallOutcome, HandleCall
 from muster.handles.handle import DeploymentHandle
-from muster.handles.options import RequestCancelled
+from muster.handles.options import RequestCancelledError
 from muster.sdk.build import build_local
 from muster.sdk.deployments import Application, Deployment
 from serve_common.dispatch.errors import ReplicaError
@@ -57,7 +57,7 @@ class LocalReplica:
         if call.is_cancelled:
             if running is not None:
                 running.cancel()
-            call.fail(RequestCancelled("the call was cancelled"))
+            call.fail(RequestCancelledError("the call was cancelled"))
         elif running is None and self._has_sources(call):
             self._running[call] = self._tasks.start(self._run(call), f"call {call.request_id}")
 

@@ -62,7 +62,7 @@ class NoRoute(NotFound):
     error_code = "no_route"
 
 
-class QueueIsFull(NoReplicaAvailable):
+class BackPressureError(NoReplicaAvailable):
     """The backend's queue is full."""
 
     error_code = "queue_full"
@@ -84,14 +84,14 @@ class QueueIsFull(NoReplicaAvailable):
         return _restore, (type(self), str(self), vars(self))
 
 
-class BackendUnavailable(NoReplicaAvailable):
+class DeploymentUnavailableError(NoReplicaAvailable):
     """The backend takes no requests, whatever the time that they have."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), str(self), vars(self))
 
 
-class BackendStopped(BackendUnavailable):
+class BackendStopped(DeploymentUnavailableError):
     """A user has set the backend's number of replicas to zero."""
 
     error_code = "backend_stopped"
@@ -108,7 +108,7 @@ class LostTwice(ReplicaDied):
     error_code = "lost_twice"
 
 
-class CircuitOpen(BackendUnavailable):
+class CircuitOpen(DeploymentUnavailableError):
     """The backend's replicas died or became unresponsive lately; nothing is sent there for a while."""
 
     error_code = "circuit_open"

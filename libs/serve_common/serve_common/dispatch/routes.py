@@ -13,7 +13,7 @@ import structlog
 
 from serve_common.dispatch.admission import Endpoint, NullRequestStats, RequestStats
 from serve_common.dispatch.calls import Call, CallRegistry, RequestSpec
-from serve_common.dispatch.errors import BackendStopped, CircuitOpen, QueueIsFull
+from serve_common.dispatch.errors import BackendStopped, BackPressureError, CircuitOpen
 from serve_common.dispatch.recovery import LostRequests
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
@@ -396,7 +396,7 @@ class RequestPlacement:
                 send_wake_if_due(self._outgoing, router, self._loop.time(), refused=1)
             if type(outcome) is QueueFull:
                 router.circuit.withdrew(call.key)
-                return QueueIsFull(router.backend_tag, outcome.limit, router.protection)
+                return BackPressureError(router.backend_tag, outcome.limit, router.protection)
         call.router = router
         call.was_admitted = True
         return outcome

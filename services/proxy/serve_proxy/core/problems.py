@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.dispatch.errors import CircuitOpen, MethodNotAllowed, QueueIsFull, ReplicaError
+from serve_common.dispatch.errors import BackPressureError, CircuitOpen, MethodNotAllowed, ReplicaError
 from serve_common.errors import (
     BadField,
     BusUnavailable,
@@ -25,7 +25,8 @@ from serve_common.errors import (
 
 RETRY_AFTER_S: Final = 1
 _RETRYABLE_CODES: Final = frozenset(
-    kind.error_code for kind in (NoReplicaAvailable, QueueIsFull, CircuitOpen, TransientError, BusUnavailable)
+    kind.error_code
+    for kind in (NoReplicaAvailable, BackPressureError, CircuitOpen, TransientError, BusUnavailable)
 )
 """Codes of replica errors that get a Retry-After: a downstream deployment was full or unreachable."""
 

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from muster.handles import (
     BackPressureError,
-    RequestCancelled,
+    RequestCancelledError,
 )
 from muster.handles.calls import HandleCall
 from serve_common.errors import (
@@ -107,7 +107,7 @@ async def test_a_call_that_cannot_be_made_says_so_too_but_not_one_that_was_cance
 ) -> None:
     response = call(world.handle())
     response.cancel()
-    with pytest.raises(RequestCancelled) as caught:
+    with pytest.raises(RequestCancelledError) as caught:
         await response
     assert not caught.value.is_of_call
     monkeypatch.setattr("muster.handles.pickles.BODY_BYTES_MAX", 1000)
@@ -188,7 +188,7 @@ async def test_cancelling_the_waiting_task_cancels_the_call_at_once(world: World
     assert world.told == [CancelHead()]
     assert world.is_idle
     assert response.cancelled()
-    with pytest.raises(RequestCancelled):
+    with pytest.raises(RequestCancelledError):
         await response
 
 
@@ -233,7 +233,7 @@ async def test_cancelling_while_nothing_was_sent_leaves_nothing(monkeypatch: pyt
     world = make_world(monkeypatch)
     response = call(world.handle())
     response.cancel()
-    with pytest.raises(RequestCancelled):
+    with pytest.raises(RequestCancelledError):
         await response
     world.deploy("default/a")
     await world.settle()
@@ -442,9 +442,9 @@ async def test_a_thread_that_waits_for_a_call_hears_that_its_caller_has_left(wor
         for _ in range(2):  # the second one never leaves
             try:
                 call(world.handle()).result()
-            except RequestCancelled as error:
+            except RequestCancelledError as error:
                 loop.call_soon_threadsafe(raised.put_nowait, error)
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(RequestCancelledError):
             unawaited.result()
         return PlainTextResponse("nobody reads it")
 
@@ -452,7 +452,7 @@ async def test_a_thread_that_waits_for_a_call_hears_that_its_caller_has_left(wor
     await left(world, rig, rig.begin("/app/x"))
 
     for _ in range(2):
-        assert isinstance(await asyncio.wait_for(raised.get(), 30), RequestCancelled)
+        assert isinstance(await asyncio.wait_for(raised.get(), 30), RequestCancelledError)
     assert CancelHead() in world.told
 
 
@@ -463,7 +463,7 @@ async def test_a_thread_that_reads_a_stream_hears_it_too(world: World) -> None:
         try:
             for _ in stream(world.handle()):
                 pass
-        except RequestCancelled:
+        except RequestCancelledError:
             ended.append("cancelled")
 
     rig = Rig(reads)

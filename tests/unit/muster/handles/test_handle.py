@@ -25,7 +25,7 @@ from muster.exceptions import (
 from muster.handles import (
     DeploymentBroadcastResponse,
     DeploymentHandle,
-    RequestCancelled,
+    RequestCancelledError,
     get_app_handle,
     get_deployment_handle,
     router,
@@ -261,7 +261,7 @@ async def test_cancelled_says_so_at_once_and_a_loop_may_be_told_to_block(world: 
         response.result(timeout_s=0.01, _skip_asyncio_check=True)
     response.cancel()
     assert response.cancelled()
-    with pytest.raises(RequestCancelled):
+    with pytest.raises(RequestCancelledError):
         await response
     done = call(world.handle(), 1)
     (await world.sent()).answer(1)
@@ -292,8 +292,12 @@ def test_a_handle_is_pickled_as_names_and_options() -> None:
     restored = pickle.loads(pickle.dumps(handle))
     assert repr(restored) == "DeploymentHandle(deployment='a')"
     assert restored.app_name == "shop"
-    assert restored != handle  # as in Ray Serve: a handle is equal to itself only
-    assert len({restored, handle, handle}) == 2
+    assert restored == handle
+    assert hash(restored) == hash(handle)
+    assert restored != found
+    assert found == get_deployment_handle("shop/a", _check_exists=False)
+    assert str(found.deployment_id) == "Deployment(name='a', app='shop')"
+    assert len({restored, handle, found}) == 2
     assert restored._options == handle._options
     assert copy.deepcopy(handle).app_name == "shop"
     assert len(pickle.dumps(handle)) < 500
@@ -421,7 +425,7 @@ async def test_a_broadcast_reaches_replicas_whose_slots_are_taken(world: World) 
         sent.answer(None)
     assert await response.results_async() == [None] * 3
     waits.cancel()
-    with pytest.raises(RequestCancelled):
+    with pytest.raises(RequestCancelledError):
         await waits
 
 

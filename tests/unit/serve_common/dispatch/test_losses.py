@@ -10,7 +10,13 @@ import pytest
 
 from serve_common.config.backend import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
 from serve_common.dispatch.dispatcher import PATIENCE_S, PROBE_AFTER_S
-from serve_common.dispatch.errors import BackendStopped, CircuitOpen, LostTwice, QueueIsFull, ReplicaError
+from serve_common.dispatch.errors import (
+    BackendStopped,
+    BackPressureError,
+    CircuitOpen,
+    LostTwice,
+    ReplicaError,
+)
 from serve_common.dispatch.routes import AGAIN_S, MODELS_BYTES_MAX, SILENT_S, ModelHolders
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, ReplicaDied
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
@@ -533,11 +539,11 @@ async def test_a_full_queue_says_how_the_backend_wants_it_said(world: World) -> 
     world.queue = 0
     world.put()
     error = await failure(await world.ask())
-    assert isinstance(error, QueueIsFull)
+    assert isinstance(error, BackPressureError)
     assert (error.status, error.retry_after_s, error.error_code) == (503, 1.0, "queue_full")
     world.put(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=7.5))
     error = await failure(await world.ask())
-    assert isinstance(error, QueueIsFull)
+    assert isinstance(error, BackPressureError)
     assert (error.status, error.retry_after_s) == (429, 7.5)
     assert world.routes.routers[BACKEND].queue_refusals == 2
 

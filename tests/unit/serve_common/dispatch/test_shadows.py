@@ -8,7 +8,7 @@ import pytest
 
 from serve_common.dispatch import shadows
 from serve_common.dispatch.admission import ShadowOutcome
-from serve_common.dispatch.errors import QueueIsFull
+from serve_common.dispatch.errors import BackPressureError
 from serve_common.dispatch.request_body import RequestBody, UploadMemory
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
@@ -299,8 +299,8 @@ async def test_a_full_queue_refuses_and_a_backend_that_may_queue_nothing_wakes_a
 ) -> None:
     asleep.queue = 0
     asleep.put(can_wake=True)
-    assert type(await failure(await asleep.ask())) is QueueIsFull
-    assert type(await failure(await asleep.ask())) is QueueIsFull
+    assert type(await failure(await asleep.ask())) is BackPressureError
+    assert type(await failure(await asleep.ask())) is BackPressureError
     assert counts(asleep) == [1]
 
 
