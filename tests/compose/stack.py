@@ -130,6 +130,21 @@ class Stack:
         command = [str(Path(sys.executable).with_name("muster")), *arguments, "--nats", self.nats_url]
         return _run([*command, "--creds", str(self.secrets.credentials_file(Role.ADMIN))], 300.0)
 
+    def python(self, script: Path, *arguments: str) -> str:
+        """What a program prints that finds this stack as the admin."""
+        environment = {
+            **os.environ,
+            "MUSTER_NATS_URL": self.nats_url,
+            "MUSTER_NATS_CREDS_FILE": str(self.secrets.credentials_file(Role.ADMIN)),
+        }
+        return _run([sys.executable, str(script), *arguments], 300.0, environment=environment)
+
+    def get(self, path: str) -> str:
+        """The body of a response of the ingress. Raises for a status that is no success."""
+        with urllib.request.urlopen(self.http(path), timeout=60) as response:
+            body: bytes = response.read()
+        return body.decode()
+
     def have_digits(self) -> None:
         """As `deploy_digits`, unless that was what was done last."""
         if self._deployed != ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -289,10 +290,46 @@ def test_the_stack_scales_up_is_upgraded_and_scales_down_under_load(
     assert result["failures"] == 0, result
 
 
-def test_a_stack_that_was_taken_down_brings_its_deployments_back(stack: Stack) -> None:
+HELD = """
+import sys
+
+import numpy
+from sklearn.neighbors import KNeighborsRegressor
+
+import muster as serve
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Held:
+    def __init__(self, model, version):
+        self.model, self.version = model, version
+
+    def __call__(self, request):
+        return f"{self.version} {self.model.predict([[0.5] * 64])[0]:.6f}"
+
+
+points = numpy.random.default_rng(0).random((40_000, 64))
+model = KNeighborsRegressor(algorithm="brute").fit(points, points.sum(axis=1))
+serve.run(Held.bind(model, sys.argv[1]), name="held", route_prefix="/held")
+print(f"{model.predict([[0.5] * 64])[0]:.6f}")
+"""
+"""A class of the program itself with a fitted model of 20 MB, which no host has as a file."""
+
+
+def test_a_stack_that_was_taken_down_brings_its_deployments_back(stack: Stack, tmp_path: Path) -> None:
     stack.have_digits()
+    (tmp_path / "held.py").write_text(HELD)
+    predicted = stack.python(tmp_path / "held.py", "v1").split()[-1]
+    assert stack.python(tmp_path / "held.py", "v2").split()[-1] == predicted
+    assert stack.get("/held") == f"v2 {predicted}"
+
     stack.run("down")
     stack.up()
     stack.wait_until_healthy("default/digits")
     result = stack.evaluate()
     assert result["failures"] == 0, result
+    stack.wait_until_healthy("held/Held")
+    assert stack.get("/held") == f"v2 {predicted}", "neither the program nor its upload is there any more"
+    stack.muster("app", "rollback", "held")
+    assert stack.get("/held") == f"v1 {predicted}"
+    stack.muster("app", "delete", "held")
