@@ -39,10 +39,13 @@ from muster.cli.queries import (
 )
 from muster.cli.serve_options import (
     FILE_SUFFIXES,
+    AddressOption,
     RuntimeEnvJsonOption,
     RuntimeEnvOption,
     ServeOptions,
     WorkingDirOption,
+    names_application,
+    note_address,
 )
 from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
@@ -61,19 +64,21 @@ def deploy(
         str,
         typer.Argument(
             metavar="IMPORT_PATH|FILE",
-            help="Class or function to serve, as module:attribute, with --name; without --name, an application of "
+            help="Class or function to serve, as module:attribute, with --name; or an application of "
             "muster.deployment's, or a file of applications (.yaml, .yml, .json).",
         ),
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE...", help="Arguments of a function that builds an application; without --name."
-        ),
+        typer.Argument(metavar="KEY=VALUE...", help="Arguments of a function that builds an application."),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Name of the deployment, or APP/NAME instead of --app."),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of the deployment, or APP/NAME instead of --app; or of the application.",
+        ),
     ] = None,
     app: Annotated[
         str | None,
@@ -115,6 +120,7 @@ def deploy(
     runtime_env: RuntimeEnvOption = None,
     runtime_env_json: RuntimeEnvJsonOption = None,
     working_dir: WorkingDirOption = None,
+    address: AddressOption = None,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest | ChangeRun:
     """Create or update a deployment, or the applications of a file, and wait until they serve.
@@ -133,8 +139,9 @@ def deploy(
 
     A file is one of Ray Serve's (ServeDeploySchema, with 'applications'), which 'muster build' writes: all its
     applications are deployed, and those of earlier such files that it leaves out are deleted. Or it is one of
-    'muster app deploy'. Without --name, an import path names what bind() returned, or a function that builds that. Such
-    code is imported here and sent to the hosts; code of a single deployment (--name) is imported by the hosts.
+    'muster app deploy'. An import path without --name, or of what bind() returned, or with KEY=VALUE, is an
+    application. Such code is imported here and sent to the hosts; code of a single deployment (--name) is imported by
+    the hosts.
 
     A deploy is complete: options that are left out get their defaults again, and all requests go to this deployment
     again. To change one setting only, use 'muster update'. When no replica of the new version starts, the previous
@@ -146,30 +153,38 @@ def deploy(
         working_dir=working_dir,
         route_prefix=route_prefix,
     )
+    note_address(address)
+    app_dir = overrides.get("app_dir")
+    of_single = {
+        "app": app,
+        "methods": methods,
+        "version": version,
+        "prev_version": prev_version,
+        **overrides,
+        "app_dir": None,
+    }
+    of_single = {option_name: value for option_name, value in of_single.items() if value is not None}
     is_file = (session.directory / target).is_file() or Path(target).suffix in FILE_SUFFIXES
-    if is_file or name is None:
-        for option_name, value in {
-            "app": app,
-            "methods": methods,
-            "version": version,
-            "prev_version": prev_version,
-            **overrides,
-        }.items():
-            if value is not None and option_name != "app_dir":
-                raise BadField(get_option_name(option_name), "is for a single deployment, which --name names")
+    if (
+        is_file
+        or name is None
+        or arguments
+        or of_application.has_environment
+        or (not of_single and names_application(target, session.directory / (app_dir or ".")))
+    ):
+        for option_name in of_single:
+            raise BadField(
+                get_option_name(option_name), "is for a single deployment, a class or function with --name"
+            )
         # Only here: these import Pydantic and what pickles code.
         from muster.cli.serve_deploy import build_file_change, build_import_change  # noqa: PLC0415 - as above
 
-        app_dir = overrides.get("app_dir")
         if is_file:
-            ignored = of_application.ignored_with_file(name, arguments or ())
+            if arguments:
+                raise BadField("KEY=VALUE", "Application arguments cannot be specified for a config file.")
+            ignored = of_application.ignored_with_file(name, ())
             return build_file_change(session, target, app_dir=app_dir, ignored=ignored)
-        return build_import_change(session, target, arguments or [], of_application, app_dir)
-    if arguments or of_application.has_environment:
-        raise BadField(
-            "KEY=VALUE",
-            "and --runtime-env, --working-dir are for applications, which are deployed without --name",
-        )
+        return build_import_change(session, target, arguments or [], of_application, app_dir, name=name)
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(
         name=tag,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar
@@ -35,6 +36,25 @@ HttpPortOption = Annotated[
         min=0,
         max=65_535,
         help="HTTP port of the stack that the command starts; 0 for any free one. A taken port is an error.",
+    ),
+]
+OwnHttpHostOption = Annotated[
+    str | None,
+    typer.Option(
+        "--http-host",
+        metavar="ADDRESS",
+        help="HTTP address of the stack that the command starts. Default: that of the file, or 127.0.0.1.",
+    ),
+]
+OwnHttpPortOption = Annotated[
+    int | None,
+    typer.Option(
+        "--http-port",
+        metavar="PORT",
+        min=0,
+        max=65_535,
+        help="HTTP port of the stack that the command starts; 0 for any free one. Default: that of the file, or 8000. "
+        "A taken port is an error.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.", rich_help_panel=COMMON)]
@@ -225,6 +245,8 @@ class ReadRequest(msgspec.Struct, Generic[Reply], frozen=True):
     show: Callable[[Reply], None]
     shows_secrets: bool = False
     """Values of environment variables that look like secrets are not masked."""
+    piped: ReadRequest[Any] | None = None
+    """Takes the place of this request where standard output is no terminal; not with ``--json``."""
 
     async def send(self, stack: Stack, _progress: Progress) -> Reply:
         """Return the reply of the controller."""
@@ -255,6 +277,8 @@ def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]
         choice = pop_stack_choice(values)
         with session.reporting(as_json=as_json):
             request = call_builder(build, session, values)
+            if request.piped is not None and not as_json and not sys.stdout.isatty():
+                request = request.piped
             title = build.__name__.replace("_", " ").strip()
             reply = session.run(session.find_stack(choice), title, request.send, retry_for_s=_RETRY_S)
             if not request.shows_secrets:

@@ -20,14 +20,22 @@ from muster.cli.change_sets import ChangeSet, print_end
 from muster.cli.changes import ChangeOutcome, ChangeRequest
 from muster.cli.logs import LogTail
 from muster.cli.output import Progress, print_error, print_json_line, print_line
-from muster.cli.queries import STACK_OPTIONS, HttpHostOption, HttpPortOption, build_command, pop_stack_choice
+from muster.cli.queries import (
+    STACK_OPTIONS,
+    OwnHttpHostOption,
+    OwnHttpPortOption,
+    build_command,
+    pop_stack_choice,
+)
 from muster.cli.serve_options import (
     FILE_SUFFIXES,
+    AddressOption,
     AppDirOption,
     RuntimeEnvJsonOption,
     RuntimeEnvOption,
     ServeOptions,
     WorkingDirOption,
+    note_address,
     read_arguments,
 )
 from muster.cli.session import EmbeddedPort, ExitCode, Session, StackChoice, get_session
@@ -54,6 +62,8 @@ _SAME_SIGNAL_S: Final = 0.5
 _DEPLOY_TIMEOUT_S: Final = 24 * 3600.0
 """Seconds to wait for an application; its own limits (failed starts, time to start) end it long before."""
 _DELETE_TIMEOUT_S: Final = 60.0
+_LISTEN: Final[dict[str, Any]] = {"http_host": "127.0.0.1", "http_port": 8000}
+"""Where a stack within the process listens, unless the command or the file says so."""
 
 
 @final
@@ -66,14 +76,15 @@ class ServeRun:
         choice: StackChoice,
         load: Callable[[], ServeRequest],
         *,
-        own_stack: StackOptions | None,
+        own_stack: dict[str, Any] | None,
         watched: Sequence[Path] = (),
         is_blocking: bool = True,
         as_json: bool = False,
     ) -> None:
         """``load`` imports the applications; it is called again when something below ``watched`` has changed.
 
-        ``own_stack`` are the options of a stack within the process where none is found; None: it is an error then. With
+        ``own_stack`` are options of a stack within the process where none is found, before those of a file; None: it is
+        an error then. With
         ``as_json`` standard output has nothing but lines of JSON: an outcome for each application, and log lines.
         """
         self._as_json = as_json
@@ -107,7 +118,7 @@ class ServeRun:
 
     async def _run(self, request: ServeRequest) -> ExitCode:
         async with AsyncExitStack() as exits:
-            address = await self._find_stack(exits)
+            address = await self._find_stack(exits, request)
             with Progress(request.named) as progress:
                 stack = await exits.enter_async_context(self._session.connect(address, progress))
                 try:
@@ -150,13 +161,14 @@ class ServeRun:
             raise errors.exceptions[0] from errors
         return code
 
-    async def _find_stack(self, exits: AsyncExitStack) -> StackAddress:
+    async def _find_stack(self, exits: AsyncExitStack, request: ServeRequest) -> StackAddress:
         try:
             return self._session.find_stack(self._choice)
         except BusUnavailable as error:
             if self._own_stack is None:
                 raise BadField("--non-blocking", f"needs a stack that goes on: {error}") from error
-            return await exits.enter_async_context(self._start_stack(self._own_stack))
+            options = StackOptions(**_LISTEN | request.listen | self._own_stack)
+            return await exits.enter_async_context(self._start_stack(options))
 
     @asynccontextmanager
     async def _start_stack(self, options: StackOptions) -> AsyncIterator[StackAddress]:
@@ -302,8 +314,9 @@ def _run(
             help="Stay until Ctrl-C, which is the default, or return once it serves, which needs a running stack.",
         ),
     ] = True,
-    http_host: HttpHostOption = "127.0.0.1",
-    http_port: HttpPortOption = 8000,
+    http_host: OwnHttpHostOption = None,
+    http_port: OwnHttpPortOption = None,
+    address: AddressOption = None,
 ) -> None:
     """Run applications until Ctrl-C, which deletes them again.
 
@@ -331,6 +344,14 @@ def _command(context: typer.Context, values: dict[str, Any]) -> None:
         raise typer.Exit(code)
 
 
+def _finds_stack(session: Session, choice: StackChoice) -> bool:
+    try:
+        session.find_stack(choice)
+    except BusUnavailable:
+        return False
+    return True
+
+
 def _build_run(
     session: Session,
     choice: StackChoice,
@@ -341,8 +362,9 @@ def _build_run(
     app_dir: str,
     reload: bool,
     blocking: bool,
-    http_host: str,
-    http_port: int,
+    http_host: str | None,
+    http_port: int | None,
+    address: str | None,
     as_json: bool,
     **options: str | None,
 ) -> ServeRun:
@@ -356,9 +378,12 @@ def _build_run(
 
     if reload and not blocking:
         raise BadField("--non-blocking", "conflicts with --reload")
+    note_address(address)
     show_warnings()
     of_application = ServeOptions(**options)
     places = import_places(session, app_dir)
+    listen = {"http_host": http_host, "http_port": http_port}
+    starts_stack = blocking and not _finds_stack(session, choice)
     path = session.directory / target
     if path.is_file() or path.suffix in FILE_SUFFIXES:
         (print_error if as_json else print_line)(f"Running config file: '{target}'.")
@@ -368,7 +393,7 @@ def _build_run(
         def load() -> ServeRequest:
             text = parsing.read_text(path, "FILE")
             request, config = prepare_file(text, target, path.parent, places)
-            if (note := config.note()) is not None:
+            if (note := config.note(has_listen=starts_stack)) is not None:
                 print_error(note)
             return request
     else:
@@ -391,7 +416,7 @@ def _build_run(
         session,
         choice,
         load,
-        own_stack=StackOptions(http_host=http_host, http_port=http_port) if blocking else None,
+        own_stack={name: value for name, value in listen.items() if value is not None} if blocking else None,
         watched=[*local, *places] if reload else (),
         is_blocking=blocking,
         as_json=as_json,

@@ -25,7 +25,7 @@ from muster.cli.queries import (
     query_command,
     stack_command,
 )
-from muster.cli.serve_options import AppDirOption
+from muster.cli.serve_options import AddressOption, AppDirOption, note_address
 from muster.cli.session import Session, StackChoice, get_session, running_embedded
 from muster.client.admin import AdminClient, Stack
 from muster.embedded.options import DEFAULT_STATE_DIR, StackFailed, StatePaths
@@ -139,6 +139,7 @@ def config(
         typer.Option("--name", "-n", metavar="APP", help="Show only this application. Default: all."),
     ] = None,
     show_env: ShowEnvOption = False,
+    address: AddressOption = None,
 ) -> ReadRequest[list[ApplicationView]]:
     """Show the configuration of the applications that were deployed from files.
 
@@ -148,6 +149,8 @@ def config(
     Prints each application's part of the file as it was deployed, without values of environment variables that look
     like secrets. Applications that a program deployed have none.
     """
+
+    note_address(address)
 
     def show(views: Sequence[ApplicationView]) -> None:
         configs = {view.name: view.app_config for view in views if view.app_config is not None}
@@ -183,6 +186,7 @@ def read_serve_status(name: str | None) -> ReadRequest[Any]:
 def shutdown(
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    address: AddressOption = None,
 ) -> ChangeRequest:
     """Delete everything that is deployed; the stack stays up.
 
@@ -191,6 +195,7 @@ def shutdown(
 
     The same as 'muster delete-all', under Ray Serve's name.
     """
+    note_address(address)
     return ChangeRequest(
         command=Shutdown(confirm="everything"),
         what="everything",
@@ -225,6 +230,7 @@ def start(
             help="Accepted from scripts for Ray Serve, and without effect: proxies are services of the stack.",
         ),
     ] = None,
+    address: AddressOption = None,
     as_json: bool = False,
 ) -> None:
     """Start a whole stack in the background, unless one is found, and return when it is ready.
@@ -236,6 +242,7 @@ def start(
     after the command, until the process is ended whose id it prints.
     """
     with session.reporting(as_json=as_json, interrupted="interrupted; the start goes on"):
+        note_address(address)
         if proxy_location is not None:
             print_error("note: without effect in Muster: --proxy-location; proxies are those of the stack")
         started = _find_running(session, choice) or _start(session, http_host, http_port)

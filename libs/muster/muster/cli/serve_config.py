@@ -21,6 +21,9 @@ _WITHOUT_EFFECT: Final = ("proxy_location", "grpc_options", "controller_options"
 _HTTP_APPLIED: Final = frozenset({"request_timeout_s", "keep_alive_timeout_s"})
 """Fields of ``http_options`` that a running stack can take."""
 
+_HTTP_LISTEN: Final = frozenset({"host", "port"})
+"""Fields of ``http_options`` that a stack takes when it starts."""
+
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A checked configuration file."""
@@ -45,12 +48,23 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         http = self.file.value.get("http_options") or {}
         return names + [f"http_options.{name}" for name in http if name not in _HTTP_APPLIED]
 
-    def note(self) -> str | None:
-        """One line that names what has no effect; None when everything has one."""
-        if not self.ignored:
+    @property
+    def listen(self) -> dict[str, Any]:
+        """The options of a stack of one's own that ``host`` and ``port`` of the file set."""
+        http = self.schema.http_options
+        return {f"http_{name}": getattr(http, name) for name in sorted(_HTTP_LISTEN & http.model_fields_set)}
+
+    def note(self, *, has_listen: bool = False) -> str | None:
+        """One line that names what has no effect; None when everything has one.
+
+        With ``has_listen``, ``host`` and ``port`` have one: the stack is the command's own.
+        """
+        applied = {f"http_options.{name}" for name in _HTTP_LISTEN} if has_listen else set()
+        ignored = [name for name in self.ignored if name not in applied]
+        if not ignored:
             return None
         return (
-            f"note: {self.file.name}: without effect in Muster: {', '.join(self.ignored)}; proxies and ports are those "
+            f"note: {self.file.name}: without effect in Muster: {', '.join(ignored)}; proxies and ports are those "
             "of the stack"
         )
 

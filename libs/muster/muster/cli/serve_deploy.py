@@ -19,7 +19,7 @@ from muster.cli import parsing
 from muster.cli.apps import FileText, build_app_change, read_file
 from muster.cli.change_sets import ChangeSet, run_changes
 from muster.cli.changes import ChangeOptions, ChangeRequest, ChangeRun
-from muster.cli.output import print_error
+from muster.cli.output import print_error, print_line
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
 from muster.cli.session import Session, StackChoice
@@ -49,6 +49,8 @@ class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The file or import path, for people."""
     applications: list[PreparedApplication]
     http_options: dict[str, Any] = {}
+    listen: dict[str, Any] = {}
+    """``http_host`` and ``http_port`` of a file, for a stack that the command starts."""
     is_whole: bool = False
     """Whether applications of earlier files that are not among these are deleted."""
 
@@ -76,7 +78,13 @@ def prepare_file(
             )
         except BadField as error:
             raise _located(config.file, at, error) from error
-    request = ServeRequest(named=name, applications=prepared, http_options=config.http_options, is_whole=True)
+    request = ServeRequest(
+        named=name,
+        applications=prepared,
+        http_options=config.http_options,
+        listen=config.listen,
+        is_whole=True,
+    )
     return request, config
 
 
@@ -152,15 +160,22 @@ def prepare_serve_file(session: Session, found: FileText, app_dir: str | None) -
 
 
 def build_import_change(
-    session: Session, import_path: str, arguments: Sequence[str], options: ServeOptions, app_dir: str | None
+    session: Session,
+    import_path: str,
+    arguments: Sequence[str],
+    options: ServeOptions,
+    app_dir: str | None,
+    *,
+    name: str | None,
 ) -> ChangeRun:
-    """What `muster deploy IMPORT_PATH` without a name does. Raises `BadField`."""
+    """What `muster deploy` of an application by its import path does. Raises `BadField`."""
     show_warnings()
     request = prepare_import_path(
         import_path,
         read_arguments(arguments),
         options.read_runtime_env(session.directory),
         import_places(session, app_dir),
+        name=name,
         route_prefix=options.route_prefix or "/",
         is_recorded=True,
     )
@@ -296,6 +311,8 @@ def run_deploy(
         plan=lambda stack: plan(stack, request),
         work=lambda changes: deploy(changes, request),
     )
+    if not (options.as_json or options.dry_run):
+        print_line("Sent deploy request successfully." if options.no_wait else "Deployed successfully.")
 
 
 def show_warnings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -10,6 +11,7 @@ import msgspec
 import typer
 
 from muster.cli import parsing
+from muster.cli.output import print_error
 from serve_common.errors import BadField
 
 FILE_SUFFIXES: Final = frozenset({".yaml", ".yml", ".json"})
@@ -41,6 +43,16 @@ WorkingDirOption = Annotated[
         metavar="DIR",
         help="working_dir of the runtime_env; overrides the one in --runtime-env.",
         rich_help_panel=_PANEL,
+    ),
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "-a",
+        metavar="ADDRESS",
+        help="Accepted from scripts for Ray Serve, and without effect: --nats, MUSTER_NATS_URL or a context name the "
+        "stack.",
     ),
 ]
 AppDirOption = Annotated[
@@ -91,6 +103,40 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(runtime_env, dict):
                 raise BadField("--runtime-env", f"{file} must hold an object")
         return runtime_env if self.working_dir is None else {**runtime_env, "working_dir": self.working_dir}
+
+
+def note_address(address: str | None) -> None:
+    """Say in one line that Ray's address has no effect, where one is given."""
+    if address is not None:
+        print_error(
+            "note: without effect in Muster: --address; the stack is found, or --nats, MUSTER_NATS_URL or a context "
+            "names it"
+        )
+
+
+def names_application(import_path: str, directory: Path) -> bool:
+    """Whether a module below ``directory`` assigns what the path names, as ``app = Model.bind()`` does, or defines a
+    function that is annotated to return an ``Application``. The module is read, and not imported.
+    """
+    module, _, attribute = import_path.partition(":")
+    path = directory / module.replace(".", "/")
+    source = next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+    if source is None:
+        return False
+    try:
+        statements = ast.parse(source.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # the import tells what is wrong
+    for each in statements:
+        match each:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ) if name == attribute:
+                return isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".bind")
+            case ast.FunctionDef(name=name, returns=returns) if name == attribute and returns is not None:
+                return ast.unparse(returns).strip("'\"").endswith("Application")
+    return False
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated, Any
 
@@ -33,6 +33,7 @@ from muster.cli.output import (
 )
 from muster.cli.queries import NAME_HELP, DeploymentName, ReadRequest, ShowEnvOption, query_command
 from muster.cli.serve import read_serve_status
+from muster.cli.serve_options import AddressOption, note_address
 from muster.cli.session import Session
 from muster.client.admin import AdminClient
 from serve_common.api.commands import DrainHost, PauseAutoscaling, ResumeAutoscaling, UndrainHost
@@ -327,9 +328,13 @@ def status(
     form: Annotated[
         StatusFormat | None,
         typer.Option(
-            "--format", metavar="FORMAT", help="'table', or 'ray' for the YAML of Ray Serve's status."
+            "--format",
+            metavar="FORMAT",
+            help="'table', or 'ray' for the YAML of Ray Serve's status. Default: a table on a terminal, and "
+            "YAML in a pipe or a file.",
         ),
     ] = None,
+    address: AddressOption = None,
 ) -> ReadRequest[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
 
@@ -340,6 +345,7 @@ def status(
 
     'muster info' and 'muster events' show more about one deployment.
     """
+    note_address(address)
     if app is not None or form is StatusFormat.RAY:
         if name is not None:
             raise BadField(
@@ -352,14 +358,20 @@ def status(
     if (full := session.full_disk()) is not None:
         print_error(full)
 
-    def show(view: StatusView) -> None:
-        show_status(view)
-        if session.has_plain_users:
-            print_error(
-                "warning: NATS has plain users: replicas can read and answer each other's requests (see SECURITY.md)"
-            )
+    def warned(show: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(view: Any) -> None:
+            show(view)
+            if session.has_plain_users:
+                print_error(
+                    "warning: NATS has plain users: replicas can read and answer each other's requests "
+                    "(see SECURITY.md)"
+                )
 
-    return ReadRequest(AdminClient.fetch_status, show, shows_secrets=show_env)
+        return run
+
+    serve_form = read_serve_status(None)
+    piped = ReadRequest(serve_form.query, warned(serve_form.show)) if form is None else None
+    return ReadRequest(AdminClient.fetch_status, warned(show_status), shows_secrets=show_env, piped=piped)
 
 
 Host = Annotated[

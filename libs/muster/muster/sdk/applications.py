@@ -38,9 +38,9 @@ class PreparedApplication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_application(
-    import_path: str, arguments: Mapping[str, Any], directories: Sequence[Path]
+    import_path: str, arguments: Mapping[str, Any] | None, directories: Sequence[Path]
 ) -> Application:
-    """Import an application, or the function that builds one, which is called with ``arguments``.
+    """Import an application, or the function that builds one, which is called with ``arguments``; None refuses it.
 
     ``directories`` come first on ``sys.path``, so modules in them travel as those beside a program do.
     Raises `BadField` with the traceback of user code that raises.
@@ -96,7 +96,7 @@ def _failed(import_path: str, error: BaseException) -> BadField:
     return BadField("import_path", f"{import_path} raised:\n" + "\n".join(lines[-_TRACEBACK_LINES_MAX:]))
 
 
-def _build(found: Any, import_path: str, arguments: Mapping[str, Any]) -> Application:
+def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) -> Application:
     if isinstance(found, Application):
         if arguments:
             raise BadField(
@@ -110,6 +110,12 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any]) -> Applic
             "import_path",
             f"{import_path} is a {type(found).__name__}, and no application (what bind() returns) nor a function that "
             "builds one",
+        )
+    if arguments is None:
+        raise BadField(
+            "import_path",
+            f"Expected '{import_path}' to be an Application but got {type(found)}; a function that builds one is "
+            "named in a file, with its args",
         )
     try:
         parameters = inspect.signature(found, eval_str=True).parameters
@@ -226,7 +232,8 @@ def describe_application(
 
     Raises `BadField` as `import_application`; a function that builds an application is refused, as by Ray Serve.
     """
-    built = build_app(import_application(import_path, {}, directories), name=name, route_prefix=route)
+    app = import_application(import_path, None, directories)
+    built = build_app(app, name=name, route_prefix=route)
     return {
         "name": name,
         "route_prefix": route,

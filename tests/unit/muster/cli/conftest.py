@@ -92,6 +92,7 @@ class PlayedController:
         self.response = AdminReply(b"7")
         """Of every endpoint that is called."""
         self.answers: dict[str, Any] = {
+            "get_all_applications": [],
             **dict.fromkeys(COMMANDS, ChangeReply(goal_id=GOAL, updating=True)),
             "shutdown": ShutdownReply(goal_ids=[GOAL, GoalId("goal-2")]),
             "get_deployment_info": DEPLOYMENT,

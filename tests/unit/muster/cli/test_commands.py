@@ -263,7 +263,7 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
 CREATED_AND_DELETED = "2023-11-14 22:13:20Z 2023-11-14 22:14:20Z"
 QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
     (
-        "status",
+        "status --format table",
         GetStatus(),
         msgspec.structs.replace(STATUS, deployments=[UPDATING]),
         ["digits updating v1 /digits 1/2 1 of 2 replicas serve"],

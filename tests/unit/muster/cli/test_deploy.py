@@ -170,7 +170,7 @@ def test_status_shows_deployments_hosts_and_proxies(muster: Muster, controller: 
         DEPLOYMENT, status=DeploymentStatus.UNHEALTHY, message=f"1 of 2 replicas serve: {TRACEBACK}"
     )
     controller.answers["get_status"] = msgspec.structs.replace(STATUS, deployments=[unhealthy])
-    result = muster("status")
+    result = muster("status", "--format", "table")
     assert result.exit_code == 0
     row = next(line for line in result.stdout.splitlines() if line.startswith("digits"))
     assert row.split()[:5] == ["digits", "unhealthy", "v1", "/digits", "1/1"]
@@ -189,7 +189,7 @@ def test_a_status_too_large_for_one_message_takes_its_deployments_in_pages(
         else msgspec.structs.replace(STATUS, deployments=[])
     )
     controller.answers["list_deployments"] = [DEPLOYMENT]
-    result = muster("status")
+    result = muster("status", "--format", "table")
     assert result.exit_code == 0
     row = next(line for line in result.stdout.splitlines() if line.startswith("digits"))
     assert row.split() == ["digits", "healthy", "v1", "/digits", "1/1"]
@@ -265,9 +265,10 @@ def test_secrets_are_made_once_and_never_shown(muster: Muster, tmp_path: Path) -
 
 
 def test_the_status_says_that_nats_has_plain_users(muster: Muster, tmp_path: Path) -> None:
-    assert "warning: NATS has plain users" in muster("status").stderr
+    for words in (("status",), ("status", "--format", "table")):
+        assert "warning: NATS has plain users" in muster(*words).stderr
     (tmp_path / "given.creds").touch()
-    assert "plain users" not in muster("status", "--creds", "given.creds").output
+    assert "plain users" not in muster("status", "--format", "table", "--creds", "given.creds").output
 
 
 def test_a_role_is_rotated(muster: Muster, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from typer.testing import Result
 
+from muster.cli.serve_config import check_config
+from muster.cli.yaml_file import YamlFile
 from serve_common.api.commands import ChangeReply, DeployApplication, UploadCodeReply
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus, GoalView, PlanView
 from serve_common.config.backend import HttpOptions, LogEncoding, LoggingConfig
@@ -63,6 +65,10 @@ def plain(args):
 
 def broken(args):
     raise RuntimeError("no luck today")
+
+
+def returned(args) -> serve.Application:
+    return Front.bind(Model.bind([]))
 
 
 app = Front.bind(Model.bind(["a", "b"]))
@@ -462,7 +468,8 @@ def test_an_import_path_without_a_name_is_an_application(
     for words, field in (
         (("deploy", f"{module}:app", "word"), "KEY=VALUE"),
         (("deploy", f"{module}:app", "--num-replicas", "2"), "--num-replicas"),
-        (("deploy", "a:B", "--name", "b", "x=y"), "KEY=VALUE"),
+        (("deploy", f"{module}:app", "--name", "b", "x=y"), "args"),
+        (("deploy", f"{module}:plain", "--name", "b", "x=y", "--version", "1"), "--version"),
         (
             ("deploy", f"{module}:app", "--runtime-env", "env.yaml", "--runtime-env-json", "{}"),
             "--runtime-env-json",
@@ -471,6 +478,65 @@ def test_an_import_path_without_a_name_is_an_application(
         refused = muster(*words)
         assert refused.exit_code == 2
         assert f"error: {field}:" in refused.stderr
+
+
+@pytest.mark.parametrize("words", [("app",), ("plain", "word=a"), ("returned",)])
+def test_an_import_path_of_an_application_has_its_name(
+    muster: Muster, controller: Any, module: str, words: tuple[str, ...]
+) -> None:
+    result = muster(
+        "deploy", f"{module}:{words[0]}", *words[1:], "--name", "shop", "-a", "http://localhost:8265"
+    )
+    assert result.exit_code == 0, result.output
+    assert "without effect in Muster: --address" in result.stderr
+    assert "success" in result.stdout
+    assert list(sent(controller)) == ["shop"]
+    assert not controller.asked_of("deploy")
+
+
+def test_a_class_with_a_name_is_a_single_deployment_that_is_not_imported_here(
+    muster: Muster, controller: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "single.py").write_text("raise SystemExit\nclass Model: ...\napp = FastAPI()\n")
+    for attribute in ("Model", "app", "absent"):
+        assert muster("deploy", f"single:{attribute}", "--name", attribute).exit_code == 0
+    assert [each.name for each in controller.asked_of("deploy")] == [
+        f"default/{attribute}" for attribute in ("Model", "app", "absent")
+    ]
+
+
+def test_a_file_takes_no_arguments(muster: Muster, controller: Any, module: str, tmp_path: Path) -> None:
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    result = muster("deploy", file, "word=a")
+    assert result.exit_code == 2
+    assert "Application arguments cannot be specified for a config file." in result.stderr
+    assert not sent(controller)
+
+
+def test_a_stack_of_ones_own_listens_where_the_file_says() -> None:
+    text = "http_options: {host: 0.0.0.0, port: 8001, root_path: ''}\napplications: [{import_path: 'a:b'}]"
+    config = check_config(YamlFile(text, "f.yaml"), Path())
+    assert config.listen == {"http_host": "0.0.0.0", "http_port": 8001}
+    without = config.note(has_listen=True) or ""
+    assert "http_options.root_path" in without
+    assert "http_options.port" not in without
+    assert "http_options.port" in (config.note() or "")
+
+
+def test_status_in_a_pipe_is_rays_form_unless_a_table_is_wanted(muster: Muster, controller: Any) -> None:
+    controller.answers["get_all_applications"] = [view("a", "/a", None)]
+    assert set(yaml.safe_load(muster("status", "-a", "auto").stdout)) == {
+        "applications",
+        "proxies",
+        "target_capacity",
+    }
+    assert "leads in term" in muster("status", "--format", "table").stdout
+
+
+def test_build_refuses_a_function(muster: Muster, module: str) -> None:
+    result = muster("build", f"{module}:plain")
+    assert result.exit_code == 2
+    assert "to be an Application but got <class 'function'>" in result.stderr
 
 
 def test_an_application_in_musters_own_form_is_told_by_what_the_file_holds(

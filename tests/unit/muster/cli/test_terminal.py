@@ -73,7 +73,7 @@ def played(controller: PlayedController) -> PlayedController:
 @pytest.mark.parametrize(
     "command",
     [
-        "status", "info digits", "events", "proxy list",
+        "status --format table", "info digits", "events", "proxy list",
         "deploy digits:Digits --name digits", "delete digits", "goal wait goal-1",
     ],
 )  # fmt: skip
