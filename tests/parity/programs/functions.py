@@ -49,10 +49,10 @@ print(h.remote().result())
 print(requests.post(base + "/uses", json={"x": 3}).text)
 print(greet.name, type(greet).__name__, echo.num_replicas)
 try:
-    greet("x")
+    greet()
 except RuntimeError as e:
     print(e)
 try:
-    UsesFunction(1)
+    UsesFunction()
 except RuntimeError as e:
     print(e)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity import programs_of
 
-WITHOUT_STACK = ("config_errors", "config_models", "deployment_attributes")
+WITHOUT_STACK = ("config_errors", "config_models", "deployment_attributes", "local_testing", "schema_models")
 
 
 def test_what_is_recorded_is_of_programs_that_are_there_and_printed_something() -> None:
