@@ -308,7 +308,7 @@ async def test_the_program_by_itself_is_run_as_people_run_it(muster: Muster) -> 
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "muster.cli.main", "status"],
+            [sys.executable, "-m", "muster.cli.main", "status", "--format", "table"],
             env={**environment, **muster.environment, "COLUMNS": "120"},
             cwd=muster.directory,
             capture_output=True,
