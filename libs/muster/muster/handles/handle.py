@@ -22,6 +22,7 @@ from muster.handles.responses import (
 )
 from muster.handles.runtime import is_running, runtime
 from serve_common.clock import SystemClock
+from serve_common.dispatch.admission import Endpoint
 from serve_common.errors import BadField, NotFound, PermanentError
 from serve_common.names import check_name
 from serve_common.protocol.frames import CallHead
@@ -331,24 +332,26 @@ def get_deployment_handle(
             )
         app_name = replica.backend_tag.partition("/")[0]
     check_name(app_name, "app_name")
-    if _check_exists and not _exists(f"{app_name}/{deployment_name}"):
+    if _check_exists and _find(f"{app_name}/{deployment_name}") is None:
         raise DeploymentNotFound(f"Deployment(name='{deployment_name}', app='{app_name}') does not exist.")
     return DeploymentHandle(deployment_name, app_name)
 
 
 def get_app_handle(name: str) -> DeploymentHandle:
-    """Return a handle for the ingress of an application.
+    """Return a handle for the deployment that is the ingress of an application now.
 
-    The ingress is resolved for each call. Waits for the routing state, at most 10 s. Raises `NotFound` for an unknown
-    application, `BadField` for an invalid name, and `BusUnavailable` when NATS does not answer.
+    Waits for the routing state, at most 10 s. Raises `NotFound` for an unknown application, and for one with several
+    deployments with a route and no ingress, `BadField` for an invalid name, and `BusUnavailable` when NATS does not
+    answer.
     """
-    if not _exists(f"{check_name(name, 'name')}/"):
+    found = _find(f"{check_name(name, 'name')}/")
+    if found is None:
         raise NotFound(f"Application '{name}' does not exist.")
-    return DeploymentHandle("", name)
+    return DeploymentHandle(found.tag.partition("/")[2], name)
 
 
-def _exists(endpoint: str) -> bool:
-    return runtime().submit(lambda router: router.find(endpoint)).result(FIND_TIMEOUT_S) is not None
+def _find(endpoint: str) -> Endpoint | None:
+    return runtime().submit(lambda router: router.find(endpoint)).result(FIND_TIMEOUT_S)
 
 
 def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, ArgumentSources | None]:

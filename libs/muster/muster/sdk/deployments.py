@@ -194,9 +194,9 @@ class Deployment:
         return self._func_or_class
 
     @property
-    def num_replicas(self) -> int | None:
-        """Number of replicas; None where the load decides."""
-        return self._options.num_replicas
+    def num_replicas(self) -> int:
+        """Number of replicas; 1 where the load decides, as in Ray Serve."""
+        return self._options.num_replicas or 1
 
     @property
     def user_config(self) -> Any:

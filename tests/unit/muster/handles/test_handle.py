@@ -329,11 +329,12 @@ async def test_an_application_is_called_at_the_deployment_with_a_route(world: Wo
     world.deploy("shop/inner", "shop/other")
     world.deploy("shop/front", route="/")
     shop = await asyncio.to_thread(get_app_handle, "shop")
+    assert (shop.deployment_name, shop.app_name) == ("front", "shop")
     _ = call(shop)
     assert (await world.sent()).subject == "serve.replica.shop.front.0"
     world.deploy("shop/second", route="/2")
     with pytest.raises(NotFound, match="2 deployments with a route"):
-        await call(shop)
+        await asyncio.to_thread(get_app_handle, "shop")
     world.deploy("bank/vault", "bank/other")
     with pytest.raises(NotFound, match="Application 'bank' does not exist"):
         await asyncio.to_thread(get_app_handle, "bank")
