@@ -55,9 +55,3 @@ for bad in (dict(nope=1), dict(method_name=3)):
         )
 print(h.remote(h.remote(h.remote(2))).result())
 print(serve.get_deployment_handle("Second", app_name="shop").remote(2).result())
-import pickle
-
-import cloudpickle
-
-again = cloudpickle.loads(cloudpickle.dumps(h))
-print(again.deployment_name, again.app_name, again.remote(5).result())
