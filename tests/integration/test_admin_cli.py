@@ -124,7 +124,7 @@ async def test_applications(muster: Muster) -> None:
     file = muster.directory / "shop.yaml"
     file.write_text(json.dumps({"name": "shop", "ingress": "front", "deployments": deployments}))
     different = await muster.run("diff", "shop.yaml", "--json")
-    assert (different.exit_code, json.loads(different.stdout)["plan"]["updating"]) == (1, True)
+    assert (different.exit_code, json.loads(different.stdout)[0]["plan"]["updating"]) == (1, True)
     assert (await muster.ok("app", "deploy", "-f", "shop.yaml"))["result"] == "succeeded"
     checks = {
         check["part"]: check["outcome"] for check in json.loads((await muster.run("doctor", "--json")).stdout)
