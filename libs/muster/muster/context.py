@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from opentelemetry.context import get_current
@@ -43,6 +43,35 @@ class NotInReplica(PermanentError, RuntimeError):
     error_code = "not_in_replica"
 
 
+class DeploymentID(NamedTuple):
+    """A deployment's name and its application's."""
+
+    name: str
+    """Name of the deployment within its application."""
+    app_name: str
+    """The application; ``default`` unless the program named it."""
+
+    def __str__(self) -> str:
+        return f"Deployment(name={self.name!r}, app={self.app_name!r})"
+
+
+class ReplicaID(str):
+    """A replica's tag with the names that Ray Serve gives its parts."""
+
+    __slots__ = ()
+
+    @property
+    def deployment_id(self) -> DeploymentID:
+        """The deployment that it belongs to."""
+        app_name, _, deployment = self.rpartition("#")[0].rpartition("/")
+        return DeploymentID(deployment, app_name)
+
+    @property
+    def unique_id(self) -> str:
+        """Its number within the deployment; no other replica of the deployment ever has it."""
+        return self.rpartition("#")[2]
+
+
 class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that the code runs in."""
 
@@ -63,9 +92,9 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     """There are no gangs."""
 
     @property
-    def replica_id(self) -> ReplicaTag:
-        """Ray Serve's newer name for ``replica_tag``."""
-        return self.replica_tag
+    def replica_id(self) -> ReplicaID:
+        """``replica_tag``, with the names that Ray Serve gives its parts."""
+        return ReplicaID(self.replica_tag)
 
 
 def get_replica_context() -> ReplicaContext:

@@ -35,7 +35,7 @@ print(
 )
 
 
-@serve.deployment(user_config=[1, {"nested": "x"}])
+@serve.deployment(user_config={"items": [1, {"nested": "x"}]})
 class ListConfig:
     async def reconfigure(self, config):
         self.config = config

@@ -59,6 +59,8 @@ def test_the_replica_is_known_in_a_replica_only() -> None:
         found = serve.get_replica_context()
         assert (found.app_name, found.deployment, found.code_version) == ("shop", "pricing", "3")
         assert found.replica_tag == found.replica_id == "shop/pricing#7"
+        assert found.replica_id.deployment_id == ("pricing", "shop")
+        assert found.replica_id.unique_id == "7"
         assert found.servable_object is servable
         assert "secret" not in repr(found)
         context.backend_tag = BackendTag("bare")

@@ -275,7 +275,8 @@ def _whole(name: str, value: Any) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be integer >= 1, got {value}")
+        integer = "an integer" if name == "max_concurrent_batches" else "integer"  # Ray Serve's words
+        raise TypeError(f"{name} must be {integer} >= 1, got {value}")
     if value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value}")
     return value

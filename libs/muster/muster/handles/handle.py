@@ -7,11 +7,12 @@ import uuid
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, Generic, NamedTuple, NoReturn, final
+from typing import Any, Final, Generic, NoReturn, final
 
 import msgspec
 from typing_extensions import TypeVar
 
+from muster.context import DeploymentID
 from muster.handles.calls import ArgumentSources, HandleCall, bind_to_request, start_call
 from muster.handles.options import HandleOptions, check_options, check_serialization, compute_deadline
 from muster.handles.pickles import pickle_arguments, pickle_one
@@ -40,16 +41,6 @@ class DeploymentNotFound(NotFound, KeyError):
     """There is no deployment of that name in that application; Ray Serve raises KeyError."""
 
     __str__ = Exception.__str__  # that of KeyError shows the message in quotes
-
-
-class DeploymentID(NamedTuple):
-    """A deployment's name and its application's."""
-
-    name: str
-    app_name: str
-
-    def __str__(self) -> str:
-        return f"Deployment(name={self.name!r}, app={self.app_name!r})"
 
 
 _DEFAULTS: Final = HandleOptions()

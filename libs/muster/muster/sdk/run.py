@@ -35,6 +35,9 @@ DEPLOY_TIMEOUT_S: Final = 24 * 3600.0
 """Seconds that `run` waits for an application; its own limits (failed starts, time to start) end it long before."""
 START_SLACK_S: Final = 60.0
 """Seconds that an application that was deployed before may need to serve, beyond the time to start of its replicas."""
+_STOP_SLACK_S: Final = 5.0
+"""Seconds that replaced replicas may need to end, beyond the time that their requests have."""
+_STOPPING: Final = ("should_stop", "stopping")
 _STATUS_PAUSE_S: Final = 0.1
 _STATUS_PAUSE_S_MAX: Final = 1.0
 
@@ -115,7 +118,9 @@ def run_many(
             for app, reply in zip(apps, replies, strict=True):
                 failure = f"Deploying application '{app.name}' failed"
                 await _wait(stack, reply.goal_id, failure)
-                if not reply.updating:
+                if reply.updating:
+                    await _wait_stopped(stack, app)
+                else:
                     await wait_serving(stack, app, failure)
 
     get_client().call(deploy_all)
@@ -185,6 +190,26 @@ async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:
         return  # it ended so long ago that it was forgotten
     if goal.status is not GoalStatus.SUCCEEDED:
         raise DeployFailed(f"{failure}: {goal.error or goal.message or goal.status.value}")
+
+
+async def _wait_stopped(stack: Stack, app: BuiltApplication) -> None:
+    """Wait until the replicas that an update replaced have gone, as Ray Serve does; no longer than they may drain."""
+    loop, deadline, pause_s = asyncio.get_running_loop(), None, _STATUS_PAUSE_S
+    own = {f"{app.name}/{each.name}" for each in app.deployments}
+    while True:
+        status = await stack.admin.fetch_status()
+        going = [
+            view
+            for view in status.deployments
+            if view.name in own and any(replica.state in _STOPPING for replica in view.replicas)
+        ]
+        if deadline is None:
+            drains_s = [view.backend_config.graceful_shutdown_timeout_s for view in going]
+            deadline = loop.time() + max(drains_s, default=0.0) + _STOP_SLACK_S
+        if not going or loop.time() >= deadline:
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _STATUS_PAUSE_S_MAX)
 
 
 async def wait_serving(stack: Stack, app: BuiltApplication, failure: str) -> None:

@@ -45,6 +45,8 @@ class WholeResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 def _as_json(value: Any) -> Any:
+    if isinstance(value, str):  # of a class of its own, such as a replica's id
+        return str(value)
     if hasattr(value, "model_dump"):  # pydantic
         return value.model_dump()
     if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors

@@ -234,6 +234,8 @@ def _as_base_error(error: ServeError) -> ServeError:
 
 
 def _as_plain(value: Any) -> Any:
+    if isinstance(value, str):  # of a class of its own, such as a replica's id
+        return str(value)
     if hasattr(value, "model_dump"):  # pydantic
         return value.model_dump()
     if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
