@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from serve_common.api.queries import PRINCIPAL_HEADER, PRINCIPAL_LENGTH_MAX
-from serve_common.api.views import ErrorView, EventView
+from serve_common.api.views import EndpointView, ErrorView, EventView
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.nats.client import close_nats
 from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport, Wake
@@ -56,6 +56,9 @@ class Answers:
     async def handle(self, verb: str, payload: bytes, principal: str) -> bytes:
         self.who.append(principal)
         return b" " * self.size
+
+    def list_endpoints(self) -> list[EndpointView]:
+        return []
 
 
 class Side:
