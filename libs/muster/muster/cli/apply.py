@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +10,13 @@ import msgspec
 import typer
 
 from muster.cli import parsing
-from muster.cli.apps import read_file
+from muster.cli.apps import check_code, check_unique, read_file
 from muster.cli.change_sets import ChangeSet, run_changes
 from muster.cli.changes import ChangeOptions, ChangeRequest, ChangeRun, change_command
 from muster.cli.output import print_error, short_name
 from muster.cli.session import ExitCode, Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
-from muster.client.admin import AdminClient, Stack
+from muster.client.admin import AdminClient
 from serve_common.api.commands import (
     CreateBackend,
     CreateEndpoint,
@@ -35,7 +35,6 @@ from serve_common.config.backend import (
     check_backend_config,
     check_endpoint_options,
     check_http_options,
-    check_replica_config,
     merged,
 )
 from serve_common.errors import BadField
@@ -112,7 +111,7 @@ def apply(
             choice,
             options,
             wanted.source.name,
-            plan=lambda stack: _plan(stack, wanted),
+            plan=lambda stack: _plan(stack.admin, wanted),
             work=lambda changes: _apply(changes, wanted),
         )
 
@@ -131,8 +130,8 @@ def _read(file: str, directory: Path) -> tuple[_Wanted, list[str]]:
             _check_backend(each, f"backends[{at}]", base, notes) for at, each in enumerate(traffic.backends)
         ]
         endpoints = [_check_endpoint(each, f"endpoints[{at}]") for at, each in enumerate(traffic.endpoints)]
-        _check_unique(backends, "backends")
-        _check_unique(endpoints, "endpoints")
+        check_unique([short_name(each.name) for each in backends], "backends")
+        check_unique([short_name(each.name) for each in endpoints], "endpoints")
         check_http_options(merged(HttpOptions(), traffic.http_options, "http_options"), "http_options")
     except BadField as error:
         raise source.build_error(parse_path(error.field), error.reason) from error
@@ -140,23 +139,12 @@ def _read(file: str, directory: Path) -> tuple[_Wanted, list[str]]:
     return _Wanted(source=source, traffic=traffic), notes
 
 
-def _check_unique(entries: Sequence[_Backend] | Sequence[_Endpoint], field: str) -> None:
-    names = [each.name for each in entries]
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise BadField(f"{field}[{at}].name", f"{short_name(name)} is there twice")
-
-
 def _check_backend(backend: _Backend, at: str, base: Path, notes: list[str]) -> _Backend:
     check_backend_config(backend.backend_config, f"{at}.backend_config")
-    code = check_replica_config(backend.replica_config, f"{at}.replica_config")
-    place, note = parsing.resolve_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
-    if note and note not in notes:
-        notes.append(note)
     return msgspec.structs.replace(
         backend,
         name=deployment_tag(backend.name, f"{at}.name"),
-        replica_config=msgspec.structs.replace(code, app_dir=place),
+        replica_config=check_code(backend.replica_config, f"{at}.replica_config", base, notes),
     )
 
 
@@ -174,12 +162,12 @@ def _check_endpoint(endpoint: _Endpoint, at: str) -> _Endpoint:
     )
 
 
-async def _find_changes(admin: AdminClient, wanted: _Wanted) -> list[ChangeRequest]:
-    """The changes, in order. Raises `BadField` for what no change can bring about."""
+def _find_changes(
+    wanted: _Wanted, endpoints: Mapping[str, EndpointView], backends: set[str]
+) -> list[ChangeRequest]:
+    """The changes of what there is, in order. Raises `BadField` for what no change can bring about."""
     traffic = wanted.traffic
-    views = {view.endpoint_tag: view for view in await admin.call(GetAllEndpoints())}
-    known = {view.backend_tag for view in await admin.call(GetAllBackends())}
-    known |= {each.name for each in traffic.backends}
+    known = backends | {each.name for each in traffic.backends}
     changes = [
         ChangeRequest(
             command=CreateBackend(
@@ -193,7 +181,7 @@ async def _find_changes(admin: AdminClient, wanted: _Wanted) -> list[ChangeReque
     for at, each in enumerate(traffic.endpoints):
         try:
             _check_backends(each, known, f"endpoints[{at}]")
-            changes += _change_endpoint(each, views.get(each.name), f"endpoints[{at}]")
+            changes += _change_endpoint(each, endpoints.get(each.name), f"endpoints[{at}]")
         except BadField as error:
             raise wanted.source.build_error(parse_path(error.field), error.reason) from error
     if traffic.http_options:
@@ -261,24 +249,23 @@ def _change_endpoint(wanted: _Endpoint, present: EndpointView | None, at: str) -
             )
 
 
-async def _plan(stack: Stack, wanted: _Wanted) -> list[tuple[ChangeRequest, PlanView]]:
-    """What `_apply` would do. Raises what the controller refuses."""
+async def _plan(admin: AdminClient, wanted: _Wanted) -> list[tuple[ChangeRequest, PlanView]]:
+    """The changes, and what each would do. Raises what the controller refuses."""
+    endpoints = {view.endpoint_tag: view for view in await admin.call(GetAllEndpoints())}
+    backends = {view.backend_tag for view in await admin.call(GetAllBackends())}
+    made = {each.name for each in wanted.traffic.backends} - backends
     plans = []
-    needed = {each.name for each in wanted.traffic.backends}
-    needed -= {view.backend_tag for view in await stack.admin.call(GetAllBackends())}
-    endpoints = {view.endpoint_tag for view in await stack.admin.call(GetAllEndpoints())}
-    for change in await _find_changes(stack.admin, wanted):
-        first = _find_needed(change, needed, endpoints)
-        if first is None:
-            plans.append((change, await stack.admin.call(Plan.for_command(change.command))))
+    for change in _find_changes(wanted, endpoints, backends):
+        needed = _find_needed(change, made, endpoints)
+        if needed is None:
+            plan = await admin.call(Plan.for_command(change.command))
         else:
-            plans.append(
-                (change, PlanView(updating=True, replicas=[], notes=[f"happens once {first} is there"]))
-            )
+            plan = PlanView(updating=True, replicas=[], notes=[f"happens once {needed} is there"])
+        plans.append((change, plan))
     return plans
 
 
-def _find_needed(change: ChangeRequest, backends: set[str], endpoints: set[str]) -> str | None:
+def _find_needed(change: ChangeRequest, backends: set[str], endpoints: Container[str]) -> str | None:
     """What the file makes before this change, so that the change cannot be planned yet; None for nothing."""
     match change.command:
         case CreateEndpoint(traffic=shares) | SetTraffic(weights=shares):
@@ -293,8 +280,8 @@ def _find_needed(change: ChangeRequest, backends: set[str], endpoints: set[str])
 
 
 async def _apply(changes: ChangeSet, wanted: _Wanted) -> None:
-    await _plan(changes.stack, wanted)  # what can be refused is, before anything is changed
-    found = await _find_changes(changes.stack.admin, wanted)
+    # What can be refused is, before anything is changed.
+    found = [change for change, _ in await _plan(changes.stack.admin, wanted)]
     for number, change in enumerate(found, start=1):
         await changes.run(change, is_needed=number < len(found))
         if changes.exit_code is not ExitCode.OK:

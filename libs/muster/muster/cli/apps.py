@@ -22,7 +22,12 @@ from muster.cli.yaml_file import YamlFile, parse_path
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
-from serve_common.config.backend import check_backend_config, check_endpoint_options, check_replica_config
+from serve_common.config.backend import (
+    ReplicaConfig,
+    check_backend_config,
+    check_endpoint_options,
+    check_replica_config,
+)
 from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
 
@@ -70,24 +75,35 @@ def _check_application(request: DeployApplication, base: Path) -> tuple[DeployAp
     notes: list[str] = []
     specs = [_spec(each, f"deployments[{at}]", base, notes) for at, each in enumerate(request.deployments)]
     names = [each.name for each in specs]
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise BadField(f"deployments[{at}].name", f"{name} is there twice")
+    check_unique(names, "deployments")
     if request.ingress not in names:
         there = ", ".join(names) or "none at all"
         raise BadField("ingress", f"{request.ingress[:80]!r} is none of the deployments; there are: {there}")
     return msgspec.structs.replace(request, deployments=specs), notes
 
 
+def check_unique(names: Sequence[str], field: str) -> None:
+    """Raise `BadField` with the index of the first name in the list ``field`` that is there twice."""
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise BadField(f"{field}[{at}].name", f"{name} is there twice")
+
+
 def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> DeploymentSpec:
     check_name(spec.name, f"{at}.name")
     check_backend_config(spec.backend_config, f"{at}.backend_config")
     check_endpoint_options(spec.endpoint_options, f"{at}.endpoint_options")
-    code = check_replica_config(spec.replica_config, f"{at}.replica_config")
-    place, note = parsing.resolve_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
+    code = check_code(spec.replica_config, f"{at}.replica_config", base, notes)
+    return msgspec.structs.replace(spec, replica_config=code)
+
+
+def check_code(config: ReplicaConfig, at: str, base: Path, notes: list[str]) -> ReplicaConfig:
+    """The configuration with its directory as hosts see it; notes for people are added. Raises `BadField`."""
+    check_replica_config(config, at)
+    place, note = parsing.resolve_app_dir(config.app_dir or None, base, f"{at}.app_dir")
     if note and note not in notes:
         notes.append(note)
-    return msgspec.structs.replace(spec, replica_config=msgspec.structs.replace(code, app_dir=place))
+    return msgspec.structs.replace(config, app_dir=place)
 
 
 app = Commands(help="Deploy several deployments as one application: deploy, delete, list, history, rollback.")

@@ -71,8 +71,9 @@ class DeploymentHandle(Generic[T]):
         *,
         post: Callable[[HandleCall], None] | None = None,
     ) -> None:
-        """Use `get_deployment_handle` or `get_app_handle`. An empty ``deployment_name`` means the application's
-        ingress. ``post`` takes calls instead of the process' router, in local testing mode.
+        """Use `get_deployment_handle` or `get_app_handle`.
+
+        ``post`` takes calls instead of the process' router, in local testing mode.
         """
         self._post = post
         self._deployment_name = deployment_name
@@ -83,7 +84,7 @@ class DeploymentHandle(Generic[T]):
 
     @property
     def deployment_name(self) -> str:
-        """Name of the deployment; empty for the ingress of its application."""
+        """Name of the deployment."""
         return self._deployment_name
 
     @property
