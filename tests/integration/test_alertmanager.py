@@ -100,12 +100,19 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def until(posted: queue.Queue[dict[str, Any]], name: str, status: str) -> dict[str, Any]:
-    """The next message about an alert with that status."""
+def until(posted: queue.Queue[dict[str, Any]], name: str, status: str, jobs: set[str]) -> dict[str, Any]:
+    """The message after which all these jobs' alerts of a name have that status.
+
+    Alertmanager sends the first alert of a group at once where it came later than ``group_wait`` after its start, and
+    the others with the next message.
+    """
     deadline = time.monotonic() + LIMIT_S
+    statuses: dict[str, str] = {}
     while True:
         message = posted.get(timeout=max(0.1, deadline - time.monotonic()))
-        if (message["groupLabels"], message["status"]) == ({"alertname": name}, status):
+        if message["groupLabels"] == {"alertname": name}:
+            statuses |= {alert["labels"]["job"]: alert["status"] for alert in message["alerts"]}
+        if statuses == dict.fromkeys(jobs, status):
             return message
 
 
@@ -140,10 +147,9 @@ def test_an_alert_reaches_the_webhook_and_so_does_its_end(binary: Path, tmp_path
                 tmp_path, prometheus_config(), files={"processes.yml": rules}
             ) as prometheus:
                 prometheus.start()
-                message = until(posted, "MusterServiceMissing", "firing")
-                assert {alert["labels"]["job"] for alert in message["alerts"]} == set(jobs)
+                message = until(posted, "MusterServiceMissing", "firing", set(jobs))
                 assert message["commonLabels"]["severity"] == "critical"
                 assert message["commonAnnotations"]["runbook"] == "docs/runbook.md#musterservicemissing"
                 prometheus.configure(prometheus_config(**{job: [target] for job in jobs}))
-                over = until(posted, "MusterServiceMissing", "resolved")
-                assert {alert["labels"]["job"] for alert in over["alerts"]} == set(jobs)
+                over = until(posted, "MusterServiceMissing", "resolved", set(jobs))
+                assert over["status"] == "resolved"
