@@ -268,7 +268,11 @@ SECTIONS: Final = (
         (
             Variable("MUSTER_HOST_ID", (HostSettings, "host_id")),
             Variable(
-                "MUSTER_NUM_CPUS", "CPUs that replicas may reserve; 0 for those of the machine, at least 8."
+                "MUSTER_NUM_CPUS",
+                (
+                    "CPUs that replicas may reserve; 0 for those of the machine, at least 8. With ``RAY_ADDRESS``: in "
+                    "place of the cluster's, and Ray is asked for none."
+                ),
             ),
             Variable("MUSTER_APP_ROOT", (HostSettings, "app_root"), _APP_ROOT),
             Variable("MUSTER_HOST_USER", (HostSettings, "host_user")),

@@ -24,6 +24,7 @@ from serve_common.api.queries import ListDeployments
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
 from serve_common.runtime.settings import Environment, read_bus_settings
+from tests.parity import programs_of
 from tests.support.certificates import Certificate
 from tests.support.paths import ROOT
 from tests.support.servers.reserved_port import ANY_PORTS
@@ -469,6 +470,48 @@ sys.stdin.readline()
 serve.shutdown()
 print("ended")
 """
+
+
+AND_AGAIN = """
+@serve.deployment
+class Again:
+    def __init__(self, counter):
+        self.counter = counter
+
+    async def add(self, n):
+        return await self.counter.add.remote(n)
+
+
+ray.shutdown()  # of the replicas too
+counter = Counter.remote()
+handle = serve.run(Again.bind(counter), name="again", route_prefix="/again")
+print("again", handle.add.remote(4).result())
+"""
+
+
+def test_a_program_and_its_replicas_share_a_ray_also_after_it_was_shut_down(tmp_path: Path) -> None:
+    program = programs_of.for_muster((programs_of.PROGRAMS / "ray_actors.py").read_text())
+    done = run(
+        tmp_path,
+        None,
+        program.replace(
+            "import muster as serve", 'import muster as serve\nserve.start(http_options={"port": 0})'
+        )
+        + AND_AGAIN,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [*programs_of.recorded()["ray_actors"], "again 4"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_rays_objects_are_arguments_and_its_tasks_run_in_replicas_beside_a_stack(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    port = int(stack.record.http_url.rpartition(":")[2])
+    printed = await asyncio.to_thread(
+        programs_of.run_under_muster, "ray_tasks", port, Path(stack.record.state_dir), tmp_path
+    )
+    assert printed == programs_of.recorded()["ray_tasks"]
 
 
 def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:

@@ -14,13 +14,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol, TypeVar, final, overload
 
 from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_common.errors import NoReplicaAvailable
 
 INSTANCE: Final = "muster.instance"
 """Key of the ASGI scope: the instance that a request is for."""
@@ -35,11 +39,24 @@ class BoundApplication:
     def __init__(self, application: ASGIApp, instance: Any) -> None:
         self._application = application
         self._instance = instance
+        handlers = getattr(application, "exception_handlers", None)
+        if isinstance(handlers, dict):
+            # As in Ray Serve: frameworks would make a 500 of a full or missing deployment behind this one.
+            handlers.setdefault(NoReplicaAvailable, _respond_unavailable)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, WebSocket or lifespan."""
         scope[INSTANCE] = self._instance
         await self._application(scope, receive, send)
+
+
+async def _respond_unavailable(_: HTTPConnection, error: Exception) -> Response:
+    """The response to a request of which a deployment called by handle could take no part."""
+    delay_s = (
+        getattr(error, "retry_after_s", None) if getattr(error, "is_retry_after_configured", False) else None
+    )
+    headers = None if delay_s is None else {"Retry-After": str(math.ceil(delay_s))}
+    return PlainTextResponse(str(error), getattr(error, "status", 503), headers)
 
 
 async def current_instance(connection: HTTPConnection) -> Any:

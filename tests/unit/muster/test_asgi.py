@@ -14,10 +14,16 @@ from fastapi import APIRouter, Body, Depends, FastAPI, Header, WebSocket
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Mount, Route
 
 import muster as serve
+from serve_common.config.backend import BackpressureConfig
+from serve_common.dispatch.errors import BackPressureError
+from serve_common.errors import NoReplicaAvailable
+from serve_common.names import BackendTag
+from serve_common.protocol.snapshots import BackendProtection
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it would rather have another HTTP client
@@ -380,3 +386,50 @@ def test_what_is_no_application_or_no_class_is_refused() -> None:
         @serve.ingress()
         class Nothing:
             pass
+
+
+@pytest.mark.parametrize("make_application", [FastAPI, Starlette])
+def test_a_full_deployment_behind_an_application_is_told_as_such(make_application) -> None:
+    application = make_application()
+    full = BackPressureError(
+        BackendTag("default/b"),
+        1,
+        BackendProtection(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=6.5)),
+    )
+
+    async def raises(request: Request):
+        raise full if request.query_params else NoReplicaAvailable("none runs")
+
+    application.add_route("/", raises)
+
+    @serve.ingress(application)
+    class Front:
+        pass
+
+    with client(Front()) as http:
+        response = http.get("/?full=1")
+        assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+        assert response.text.startswith("Request dropped due to backpressure")
+        response = http.get("/")
+        assert (response.status_code, response.text) == (503, "none runs")
+        assert "retry-after" not in response.headers
+
+
+def test_an_applications_own_handler_of_full_deployments_is_before_ours() -> None:
+    application = FastAPI()
+
+    @application.exception_handler(NoReplicaAvailable)
+    async def own(_: Request, error: Exception) -> PlainTextResponse:
+        return PlainTextResponse(f"own: {error}", 502)
+
+    @application.get("/")
+    async def raises() -> None:
+        raise NoReplicaAvailable("none runs")
+
+    @serve.ingress(application)
+    class Front:
+        pass
+
+    with client(Front()) as http:
+        response = http.get("/")
+    assert (response.status_code, response.text) == (502, "own: none runs")

@@ -232,9 +232,7 @@ def _change_endpoint(wanted: _Endpoint, present: EndpointView | None, at: str) -
         )
         if wanted.options != present.options:
             yield ChangeRequest(
-                command=SetEndpointOptions(
-                    endpoint=wanted.name, options=msgspec.structs.asdict(wanted.options)
-                ),
+                command=SetEndpointOptions(endpoint=wanted.name, options=msgspec.to_builtins(wanted.options)),
                 what=f"options of {name}",
                 done="are as in the file",
             )

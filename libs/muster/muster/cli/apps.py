@@ -143,8 +143,8 @@ def deploy(
     The change is all or nothing; deployments that are left out are deleted. app_dir is relative to the file. All fields
     are named like the options of 'muster deploy', with underscores: beside 'name', version; under replica_config,
     import_path, app_dir, init_args, init_kwargs and ray_actor_options (with num_cpus and num_gpus); under
-    endpoint_options, shard_key_header, backend_header and relative_slo_ms; under backend_config, all others.
-    'methods' stands beside route_prefix.
+    endpoint_options, shard_key_header, backend_header, relative_slo_ms and error_format; under backend_config, all
+    others. 'methods' stands beside route_prefix.
     """
     return build_app_change(read_file(file, session.directory, "--file"))
 

@@ -22,6 +22,7 @@ from serve_common.config.backend import (
     BackpressureConfig,
     CircuitBreaker,
     EndpointOptions,
+    ErrorFormat,
     LoggingConfig,
     OnFailure,
     OutlierEjection,
@@ -443,12 +444,20 @@ _ENDPOINT_FIELDS: Final = (
         ),
         "MILLISECONDS",
     ),
+    (
+        "error_format",
+        ErrorFormat,
+        "Form of the proxies' own errors: problem (JSON as of RFC 9457), or text (Ray Serve's text and statuses).",
+        "FORMAT",
+    ),
 )
 """Options for the fields of `EndpointOptions`: name, type, help text, metavar. They never touch a replica."""
 
 
 def _endpoint_text(name: str, text: str) -> str:
     default = getattr(EndpointOptions(), name)
+    if isinstance(default, Enum):
+        default = default.value
     return f"{text} Default: {default}." if default else text
 
 
@@ -474,7 +483,7 @@ def parse_endpoint_overrides(
     overrides: Mapping[str, Any], fields: str | None, directory: Path
 ) -> dict[str, Any]:
     """Collect the given fields: those of the JSON object ``fields``, overridden by options. Raises `BadField`."""
-    partial = {**parsing.read_object(fields, directory, "--fields"), **overrides}
+    partial = {**parsing.read_object(fields, directory, "--fields"), **msgspec.to_builtins(overrides)}
     if not partial:
         raise BadField("options", "nothing is given; --help shows them")
     _checked(partial)
@@ -484,7 +493,7 @@ def parse_endpoint_overrides(
 def _checked(fields: Mapping[str, Any]) -> EndpointOptions:
     try:
         return check_endpoint_options(
-            merged(EndpointOptions(), fields, "endpoint_options"), "endpoint_options"
+            merged(EndpointOptions(), msgspec.to_builtins(fields), "endpoint_options"), "endpoint_options"
         )
     except BadField as error:
         raise name_option(error, "endpoint_options") from error

@@ -193,11 +193,8 @@ def _show_endpoints(views: Sequence[EndpointView]) -> None:
 
 def _options(options: EndpointOptions) -> str:
     """The options that differ from their defaults, as text."""
-    default, values = EndpointOptions(), msgspec.structs.asdict(options)
-    return (
-        ", ".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name))
-        or "-"
-    )
+    default, values = msgspec.to_builtins(EndpointOptions()), msgspec.to_builtins(options)
+    return ", ".join(f"{name}={value}" for name, value in values.items() if value != default[name]) or "-"
 
 
 @query_command

@@ -70,6 +70,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Proxy processes that share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None
     """CPUs that all replicas together may reserve; None for those of the machine, at least 8."""
+    ray_address: str = ""
+    """Address of a running Ray for the replicas, ``host:port``; empty for that of the environment, or their own."""
     app_root: Path | None = None
     """Base directory of a relative app_dir; None for the directory in which the stack was started."""
     deploy_dir: Path = Path(__file__).with_name("deploy")

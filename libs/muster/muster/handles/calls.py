@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -236,15 +236,25 @@ def end_call_span(trace: RequestTrace, failure: ServeError | None) -> None:
         trace.end(str(failure))
 
 
+class ArgumentSource(Protocol):
+    """Where an argument comes from that is not there yet: another call, or a Ray object."""
+
+    outcome: CallOutcome | None
+    """Set once, by any thread."""
+
+    def add_done_waker(self, waker: Waker) -> None:
+        """Call ``waker`` once there is an outcome, immediately if there is one; it may be called twice."""
+
+
 class ArgumentSources(msgspec.Struct, frozen=True):
-    """Arguments of which some are responses of other calls, possibly still under way."""
+    """Arguments of which some are not there yet."""
 
-    args: Sequence[Sent | HandleCall]
-    kwargs: Mapping[str, Sent | HandleCall]
+    args: Sequence[Sent | ArgumentSource]
+    kwargs: Mapping[str, Sent | ArgumentSource]
 
-    def calls(self) -> list[HandleCall]:
-        """The calls whose responses are arguments."""
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, HandleCall)]
+    def awaited(self) -> list[ArgumentSource]:
+        """The sources of arguments that were not there when the call was made."""
+        return [value for value in (*self.args, *self.kwargs.values()) if not isinstance(value, Sent)]
 
     def joined(self) -> bytes:
         """The body, once all responses have arrived; they are passed on as received, without being unpickled here."""
@@ -430,7 +440,7 @@ def _on_task_done(task: asyncio.Task[object]) -> None:
             call.cancel()
 
 
-def _sent(value: Sent | HandleCall) -> Sent:
+def _sent(value: Sent | ArgumentSource) -> Sent:
     if isinstance(value, Sent):
         return value
     assert value.outcome is not None

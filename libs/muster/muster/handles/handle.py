@@ -14,6 +14,7 @@ from typing_extensions import TypeVar
 
 from muster.context import DeploymentID
 from muster.handles.calls import ArgumentSources, HandleCall, bind_to_request, start_call
+from muster.handles.object_refs import ObjectRefSource, is_object_ref
 from muster.handles.options import HandleOptions, check_options, check_serialization, compute_deadline
 from muster.handles.pickles import pickle_arguments, pickle_one
 from muster.handles.responses import (
@@ -124,8 +125,8 @@ class DeploymentHandle(Generic[T]):
     def remote(self, *args: Any, **kwargs: Any) -> DeploymentResponse | DeploymentResponseGenerator:
         """Call the deployment with these arguments; returns at once.
 
-        A `DeploymentResponse` passed directly as an argument is awaited and replaced by its value. Within a request the
-        call inherits the request's id and deadline, and is cancelled with it.
+        A `DeploymentResponse` or ``ray.ObjectRef`` passed directly as an argument is awaited and replaced by its
+        value. Within a request the call inherits the request's id and deadline, and is cancelled with it.
 
         Raises what pickling the arguments raises, `LimitReached` when they are too large, and `BusUnavailable` when no
         stack is found.
@@ -159,7 +160,7 @@ class DeploymentHandle(Generic[T]):
         bind_to_request(call)
         post(call)
         if sources is not None:
-            for source in sources.calls():
+            for source in sources.awaited():
                 source.add_done_waker(lambda: post(call))
         return (
             DeploymentResponse(call) if call.items is None else DeploymentResponseGenerator(call, call.items)
@@ -346,14 +347,18 @@ def _find(endpoint: str) -> Endpoint | None:
     return runtime().submit(lambda router: router.find(endpoint)).result(FIND_TIMEOUT_S)
 
 
+_AWAITED: Final = frozenset({"DeploymentResponse", "DeploymentResponseGenerator", "ObjectRef"})
+"""Names of the types of arguments that may have to be waited for; Ray may not be imported here."""
+
+
 def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, ArgumentSources | None]:
     """The body, or the arguments to build it from once other calls have ended."""
     for value in args:
-        if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
+        if type(value).__name__ in _AWAITED:
             break
     else:
         for value in kwargs.values():
-            if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
+            if type(value).__name__ in _AWAITED:
                 break
         else:
             return pickle_arguments(args, kwargs), None
@@ -370,4 +375,6 @@ def _pickle_argument(value: Any) -> Any:
         raise RuntimeError(  # noqa: TRY004 - Ray Serve's type
             "a streamed response cannot be an argument of another call; read it first"
         )
+    if is_object_ref(value):
+        return ObjectRefSource(value)
     return pickle_one(value)

@@ -7,6 +7,7 @@ scalars use pickle, which is several times faster.
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
@@ -65,7 +66,12 @@ def pickle_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
 
 def pickle_one(value: Any) -> Sent:
     """Pickle one argument, to be joined with others later; raises as `pickle_arguments` does."""
-    return Sent(_check_size(cloudpickle.dumps(value)))
+    return Sent(pickle_value(value))
+
+
+def pickle_value(value: Any) -> bytes:
+    """Pickle one value; raises as `pickle_arguments` does."""
+    return _check_size(cloudpickle.dumps(value))
 
 
 def join_arguments(args: Sequence[Sent], kwargs: Mapping[str, Sent]) -> bytes:
@@ -105,6 +111,22 @@ def to_exception(error: ServeError) -> Exception:
     if isinstance(exception, ServeError):
         exception.is_of_call = not is_own
     return exception
+
+
+def to_replica_error(error: BaseException, raised: BaseException | None = None) -> ReplicaError:
+    """An error that the user's code raised in this process, as it would arrive from another.
+
+    ``raised`` is what the caller gets, if not ``error``, whose traceback it has.
+    """
+    raised = error if raised is None else raised
+    try:
+        pickled = cloudpickle.dumps(raised)
+        pickle.loads(pickled)  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - the exception's own code; its text still travels
+        pickled = b""
+    body = msgspec.msgpack.encode(Raised(pickled, "".join(traceback.format_exception(error))))
+    line = f"{type(raised).__name__}: {raised}"
+    return ReplicaError(UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
 
 
 def _from_replica_error(error: ReplicaError) -> Exception:

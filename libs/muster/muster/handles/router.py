@@ -133,7 +133,7 @@ class HandleRouter:
         sources = call.sources
         if sources is None:
             return True
-        for source in sources.calls():
+        for source in sources.awaited():
             if source.outcome is None:
                 self._wait(call, call.deadline - time.monotonic())
                 return False
@@ -358,7 +358,7 @@ _NO_BYTES: Final = memoryview(b"")
 
 async def _read_sources(sources: ArgumentSources) -> bytes:
     """The body, once all responses that are arguments have arrived. Raises what the first that failed ended with."""
-    for source in sources.calls():
+    for source in sources.awaited():
         if source.outcome is None:
             waiter, waker = make_waiter()
             source.add_done_waker(waker)

@@ -83,6 +83,7 @@ class _Embedded:
                 f"no stack was found, and none can be started here ({error}): install muster[embedded], start one "
                 "with 'muster up' or compose, or say where one is with MUSTER_NATS_URL"
             ) from error
+        self._ray_address = _get_ray_address(starts=True)
         self._directory = Path(tempfile.mkdtemp(prefix="muster-"))
         options = StackOptions(
             http_host=http.host or "127.0.0.1",
@@ -90,9 +91,16 @@ class _Embedded:
             http_cert_file=http.ssl_certfile or "",
             http_key_file=http.ssl_keyfile or "",
             http_key_password=http.ssl_keyfile_password or "",
+            ray_address=self._ray_address,
+            num_cpus=_count_cpus() if self._ray_address else None,
         )
         self._stack = EmbeddedStack(self._directory, options)
         self._former = os.environ.get("MUSTER_STATE_DIR")
+
+    @property
+    def has_lost_ray(self) -> bool:
+        """Whether the program ended the Ray that the replicas run in."""
+        return self._ray_address != "" and _get_ray_address(starts=False) != self._ray_address
 
     async def start(self) -> None:
         try:
@@ -117,6 +125,29 @@ class _Embedded:
         )  # in no thread: an interpreter that ends starts none
 
 
+_CPUS_MIN: Final = 8
+"""CPUs that replicas in the program's Ray may reserve at least, as on any host; Ray itself is asked for none."""
+
+
+def _count_cpus() -> int:
+    return max(os.cpu_count() or 1, _CPUS_MIN)
+
+
+def _get_ray_address(*, starts: bool) -> str:
+    """The address of this program's Ray, where its replicas can use its actors; empty when it does not import Ray.
+
+    ``starts``: start one if there is none, as Ray Serve's `serve.run` does.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None:
+        return ""
+    if not ray.is_initialized():
+        if not starts:
+            return ""
+        ray.init(namespace="serve")
+    return str(ray.get_runtime_context().gcs_address)
+
+
 @final
 class Client:
     """This process' connection to the admin API of one stack."""
@@ -131,6 +162,7 @@ class Client:
         self._exits = AsyncExitStack()
         self._stack: Stack | None = None
         self._embedded: _Embedded | None = None
+        self._http = HTTPOptions()
         self._opening: asyncio.Lock | None = None
 
     def call(self, work: Callable[[Stack], Awaitable[Result]], http: HTTPOptions | None = None) -> Result:
@@ -154,13 +186,18 @@ class Client:
     async def _open(self, http: HTTPOptions | None) -> Stack:
         self._opening = self._opening or asyncio.Lock()
         async with self._opening:
+            if self._embedded is not None and self._embedded.has_lost_ray:
+                self._stack = self._embedded = None
+                await asyncio.to_thread(disconnect)  # handles find the next stack
+                await self._exits.aclose()
             if self._stack is None:
                 try:
                     address = find_address()
                 except BusUnavailable:
                     if current_replica() is not None:
                         raise  # a replica is within a stack, and starts none
-                    embedded = _Embedded(http or HTTPOptions())
+                    self._http = http or self._http
+                    embedded = await asyncio.to_thread(_Embedded, self._http)
                     await embedded.start()
                     self._embedded = embedded
                     self._exits.push_async_callback(embedded.stop)

@@ -10,22 +10,19 @@ import asyncio
 import inspect
 import pickle
 import time
-import traceback
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any, Final, final
 
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
-import msgspec
 
 from muster.handles.calls import CallOutcome, HandleCall
 from muster.handles.handle import DeploymentHandle
 from muster.handles.options import RequestCancelledError
+from muster.handles.pickles import to_replica_error
 from muster.sdk.build import build_local
 from muster.sdk.deployments import Application, Deployment
-from serve_common.dispatch.errors import ReplicaError
-from serve_common.errors import BadField, DeadlineExceeded, ServeError, UserCodeRaised
-from serve_common.protocol.frames import Raised
+from serve_common.errors import BadField, DeadlineExceeded, ServeError
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_common.runtime.threads import LoopThread
@@ -62,7 +59,7 @@ class LocalReplica:
             self._running[call] = self._tasks.start(self._run(call), f"call {call.request_id}")
 
     def _has_sources(self, call: HandleCall) -> bool:
-        for source in () if call.sources is None else call.sources.calls():
+        for source in () if call.sources is None else call.sources.awaited():
             if source.outcome is None:
                 return False  # it posts this call again
             if source.outcome.failure is not None:
@@ -103,7 +100,7 @@ class LocalReplica:
         except Exception as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= call.deadline:
                 raise
-            raise _as_raised(error) from error
+            raise to_replica_error(error) from error
 
     def _method(self, name: str) -> Any:
         if not name or name == "__call__":
@@ -172,18 +169,6 @@ async def _items(
             f"Called method '{name or '__call__'}' with `handle.options(stream=True)` but it did not return a "
             f"generator: it returned a {type(result).__name__}."
         )
-
-
-def _as_raised(error: Exception) -> ReplicaError:
-    """The error as it arrives from another process."""
-    line = f"{type(error).__name__}: {error}"
-    try:
-        pickled = cloudpickle.dumps(error)
-        pickle.loads(pickled)  # noqa: S301 - our own bytes
-    except Exception:  # noqa: BLE001 - the exception's own code; its text still travels
-        pickled = b""
-    body = msgspec.msgpack.encode(Raised(pickled, "".join(traceback.format_exception(error))))
-    return ReplicaError(UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
 
 
 def run_locally(app: Application, name: str) -> DeploymentHandle:

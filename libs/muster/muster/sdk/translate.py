@@ -30,6 +30,8 @@ from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingPolicy
 from serve_common.config.backend import (
     BackendConfig,
     BackpressureConfig,
+    EndpointOptions,
+    ErrorFormat,
     RayActorOptions,
     ReplicaConfig,
     ReplicaPolicyName,
@@ -94,6 +96,7 @@ def _deployment_spec(
         name=built.name,
         replica_config=config,
         backend_config=_backend_config(built, built.deployment.logging_config or logging_config),
+        endpoint_options=EndpointOptions(error_format=ErrorFormat.TEXT),
         version=version,
     )
 

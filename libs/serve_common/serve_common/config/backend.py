@@ -346,6 +346,15 @@ def _check_protection(config: BackendConfig, field: str) -> None:
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
+class ErrorFormat(Enum):
+    """Form of the error responses that proxies write for an endpoint."""
+
+    PROBLEM = "problem"
+    """JSON as of RFC 9457, with a stable code and what failed."""
+    TEXT = "text"
+    """Ray Serve's: plain text, 500 without the exception, 408 for 504, and ``Retry-After`` only where configured."""
+
+
 class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an endpoint routes its requests and sets their deadlines.
 
@@ -359,6 +368,8 @@ class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     is refused with 400. Empty disables it."""
     relative_slo_ms: float | None = None
     """Milliseconds from arrival to the deadline of requests that set none; None means the request timeout."""
+    error_format: ErrorFormat = ErrorFormat.PROBLEM
+    """Form of the error responses that proxies write: problem details, or Ray Serve's text and statuses."""
 
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")

@@ -142,7 +142,8 @@ def admit(table: RouteTable, endpoints: dict[EndpointTag, Endpoint], method: str
     """The endpoint for a request. Raises `NoRoute` or `MethodNotAllowed`."""
     snapshot = table.match(path)
     if snapshot is None:
-        raise NoRoute(f"no route matches {path[:200]!r}")
+        # In Ray Serve's words, which programs look for.
+        raise NoRoute(f"Path '{path[:200]}' not found. Ping http://.../-/routes for available routes.")
     endpoint = endpoints[snapshot.endpoint_tag]
     if method not in endpoint.methods:
         raise MethodNotAllowed(method, endpoint.allow)

@@ -69,10 +69,13 @@ class BackPressureError(NoReplicaAvailable):
 
     def __init__(self, backend_tag: BackendTag, limit: int, protection: BackendProtection) -> None:
         """``limit`` is the queue's limit; ``protection`` has the status and retry-after to respond with."""
-        super().__init__(f"{limit} requests wait for backend {backend_tag!r} already")
+        super().__init__(
+            f"Request dropped due to backpressure: {limit} requests wait for backend {backend_tag!r} already"
+        )
         config = protection.backpressure_config
         self.status = config.status_code
         """503 or 429."""
+        self.is_retry_after_configured = config.retry_after_s is not None
         self.retry_after_s = _RETRY_AFTER_S if config.retry_after_s is None else config.retry_after_s
 
     @property

@@ -54,8 +54,15 @@ class RouteTable:
         return by_route.get("/") if path.startswith("/") else None
 
     def routes(self) -> dict[str, str]:
-        """Every route with its endpoint's tag, in alphabetical order."""
-        return {route: self._by_route[route].endpoint_tag for route in sorted(self._by_route)}
+        """Every route with its endpoint's tag, that of an application's ingress with the application's name.
+
+        In alphabetical order.
+        """
+        return {route: _name(self._by_route[route]) for route in sorted(self._by_route)}
+
+
+def _name(endpoint: EndpointSnapshot) -> str:
+    return endpoint.endpoint_tag.partition("/")[0] if endpoint.is_ingress else endpoint.endpoint_tag
 
 
 class HttpChange(msgspec.Struct, frozen=True, kw_only=True):

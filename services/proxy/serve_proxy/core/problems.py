@@ -1,7 +1,8 @@
-"""Errors of requests as clients receive them: one JSON format for every error.
+"""Errors of requests as clients receive them: one JSON format for every error, or Ray Serve's text.
 
 Why one place: a client, a dashboard and a foreign NATS caller must be able to distinguish the same cases. The format is
-that of RFC 9457, problem details, so that libraries which know it show the text without knowing Muster.
+that of RFC 9457, problem details, so that libraries which know it show the text without knowing Muster. Endpoints of
+programs that were written for Ray Serve have its plain text, as clients compare it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from serve_common.config.backend import ErrorFormat
 from serve_common.dispatch.errors import BackPressureError, CircuitOpen, MethodNotAllowed, ReplicaError
 from serve_common.errors import (
     BadField,
@@ -103,6 +105,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     message: str
     headers: tuple[tuple[str, str], ...] = ()
+    text: str | None = None
+    """Body of the response as plain text; None for problem details."""
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -121,11 +125,32 @@ class _Body(msgspec.Struct, frozen=True):
     error: _Error
 
 
-CONTENT_TYPE: Final = "application/problem+json"
+PROBLEM_TYPE: Final = "application/problem+json"
+TEXT_TYPE: Final = "text/plain; charset=utf-8"
 
 
-def build_problem(error: ServeError) -> Problem:
+def build_problem(error: ServeError, error_format: ErrorFormat = ErrorFormat.PROBLEM) -> Problem:
     """The problem sent to the client for ``error``."""
+    problem = _build_details(error)
+    return problem if error_format is ErrorFormat.PROBLEM else _build_text(problem, error)
+
+
+def _build_text(problem: Problem, error: ServeError) -> Problem:
+    """As Ray Serve's proxy sends it (``ray/serve/_private/http_util.py``, ``get_http_response_status``)."""
+    status, text = problem.status, problem.message
+    match status:
+        case 500:
+            text = "Internal Server Error"
+        case 504:
+            status, text = 408, f"Request timed out: {text}."
+        case 503 if problem.code != BackPressureError.error_code:
+            text = f"The deployment is unavailable: {text}."
+    is_delay_configured = getattr(error, "is_retry_after_configured", False)
+    headers = tuple(pair for pair in problem.headers if pair[0] != "Retry-After" or is_delay_configured)
+    return msgspec.structs.replace(problem, status=status, headers=headers, text=text)
+
+
+def _build_details(error: ServeError) -> Problem:
     headers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, ReplicaError):
         if error.code in _RETRYABLE_CODES:
@@ -144,9 +169,14 @@ def build_problem(error: ServeError) -> Problem:
     return Problem(status=status, code=error.error_code, message=str(error), headers=headers)
 
 
-def encode_problem(problem: Problem, request_id: str) -> bytes:
-    """The body in the format of `CONTENT_TYPE`; ``error`` repeats it for clients that know only Muster's own format."""
-    return msgspec.json.encode(
+def encode_problem(problem: Problem, request_id: str) -> tuple[str, bytes]:
+    """Content type and body.
+
+    In problem details ``error`` repeats the rest, for clients that know only Muster's own format.
+    """
+    if problem.text is not None:
+        return TEXT_TYPE, problem.text.encode("utf-8", "replace")
+    return PROBLEM_TYPE, msgspec.json.encode(
         _Body(
             type=f"urn:muster:problem:{problem.code}",
             title=_title(problem.status),

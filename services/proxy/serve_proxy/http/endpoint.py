@@ -17,7 +17,7 @@ import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
 from serve_common.clock import SystemClock
-from serve_common.config.backend import EndpointOptions, HttpOptions
+from serve_common.config.backend import EndpointOptions, ErrorFormat, HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, RequestStats, can_repeat
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.request_body import RequestBody
@@ -182,6 +182,7 @@ class _RequestState:
     __slots__ = (
         "deadline",
         "ended",
+        "error_format",
         "exchange",
         "options",
         "path",
@@ -210,6 +211,8 @@ class _RequestState:
         self.status = CLIENT_GONE
         self.ended = 0.0
         """When it counts as ended, if before its actual end, by time.perf_counter; 0 otherwise."""
+        self.error_format = ErrorFormat.PROBLEM
+        """That of the endpoint, once it is known."""
         self.problem: Problem | None = None
         """The error response, when this process failed the request."""
 
@@ -275,7 +278,7 @@ class EndpointHandler:
         try:
             response = await self._handle_endpoint(request, headers, state)
         except ServeError as error:
-            problem = state.problem = build_problem(error)
+            problem = state.problem = build_problem(error, state.error_format)
             state.status = problem.status
             response = problem_response(problem, state.request_id)
         except (asyncio.CancelledError, ConnectionError):
@@ -316,6 +319,7 @@ class EndpointHandler:
         method, options = request.method, state.options
         endpoint = self._ingress.admit(method, state.path)
         state.stats = endpoint.stats
+        state.error_format = endpoint.options.error_format
         if not request.body_exists:
             return await self._handle_admitted(request, headers, state, endpoint)
         check_announced(request, options.body_bytes_max)

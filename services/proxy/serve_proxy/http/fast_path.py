@@ -18,7 +18,8 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from serve_common.dispatch.admission import CLIENT_GONE, RequestStats
+from serve_common.config.backend import ErrorFormat
+from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, RequestStats
 from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
@@ -119,6 +120,7 @@ class FastPathRequest:
         message = self.message
         read = self._headers
         self._attach_observer(requests, path)
+        endpoint: Endpoint | None = None
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._stats = endpoint.stats
@@ -141,7 +143,7 @@ class FastPathRequest:
                 scheme=requests.scheme,
             )
         except ServeError as error:
-            self.fail(error)
+            self.fail(error, endpoint)
             return
         except Exception as error:  # noqa: BLE001 - the client must get a response; it is logged
             _log.exception("request_failed", request_id=self.request_id, path=path[:200])
@@ -198,7 +200,8 @@ class FastPathRequest:
             else:
                 head, is_bodiless = _response_head.__wrapped__(status, headers)
         except ValueError as error:
-            self.fail(ResponseUnusable(f"the replica's answer cannot be sent: {error}"))
+            reason = ResponseUnusable(f"the replica's answer cannot be sent: {error}")
+            self.fail(reason, call.spec.endpoint)
             return
         if is_bodiless:
             self._finish(status, head, b"", b"")
@@ -206,12 +209,13 @@ class FastPathRequest:
             body = upstream.body
             self._finish(status, head, b"%d" % len(body), body)
 
-    def _on_error(self, _call: Call, error: ServeError) -> None:
-        self.fail(error)
+    def _on_error(self, call: Call, error: ServeError) -> None:
+        self.fail(error, call.spec.endpoint)
 
-    def fail(self, error: ServeError) -> None:
-        """Respond with ``error``."""
-        self._finish_problem(build_problem(error))
+    def fail(self, error: ServeError, endpoint: Endpoint | None = None) -> None:
+        """Respond with ``error``, in the format of ``endpoint``."""
+        error_format = ErrorFormat.PROBLEM if endpoint is None else endpoint.options.error_format
+        self._finish_problem(build_problem(error, error_format))
 
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)

@@ -19,7 +19,6 @@ from serve_common.dispatch.calls import Call, Response, ResponseBody
 from serve_common.dispatch.errors import ResponseUnusable, get_error_type
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import REQUEST_ID, as_bytes, decode_headers_exact, read_response_head
-from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
 from serve_proxy.core.problems import Problem, encode_problem
 from serve_proxy.http.bodies import MinRateGuard
 from serve_proxy.shell.ingress import Ingress
@@ -191,15 +190,16 @@ def whole_bytes(request: web.BaseRequest, response: web.StreamResponse | None) -
 def problem_response(problem: Problem, request_id: str) -> web.Response:
     """An error as HTTP."""
     headers = CIMultiDict(problem.headers)
-    headers[CONTENT_TYPE] = PROBLEM_TYPE
+    headers[CONTENT_TYPE], body = encode_problem(problem, request_id)
     headers[REQUEST_ID] = request_id
-    return web.Response(status=problem.status, headers=headers, body=encode_problem(problem, request_id))
+    return web.Response(status=problem.status, headers=headers, body=body)
 
 
 def problem_lines(problem: Problem, request_id: str) -> tuple[bytes, bytes]:
     """An error as the lines of its headers, each with its end, and its body."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in problem.headers)
-    return f"{lines}content-type: {PROBLEM_TYPE}\r\n".encode(), encode_problem(problem, request_id)
+    content_type, body = encode_problem(problem, request_id)
+    return f"{lines}content-type: {content_type}\r\n".encode(), body
 
 
 def as_response(upstream: web.HTTPException) -> web.Response:

@@ -124,7 +124,7 @@ class PlainReplies:
         """Send an error; ``in_pieces`` an empty message with the same error follows, as the end of the stream."""
         errors = _error_headers(problem.status, problem.message)
         headers = [("Content-Type", "application/json"), (REQUEST_ID, request_id), *errors]
-        self._publish(reply, encode_problem(problem, request_id), headers)
+        self._publish(reply, encode_problem(problem, request_id)[1], headers)
         if in_pieces:
             self._publish(reply, b"", [(REQUEST_ID, request_id), *errors])
 

@@ -227,7 +227,7 @@ class RayRuntime:
         open_ray(self._settings)
         self._actor_class = ray.remote(ReplicaActor)
         self._location = encode(host_location(self._settings))
-        self._resources.open(is_cluster=not self._is_local)
+        self._resources.open(is_cluster=not self._is_local, num_cpus=self._settings.num_cpus)
         self._spares.refill()
 
     def _shut_down(self) -> None:
@@ -263,7 +263,10 @@ class RayRuntime:
                     reservation = placement_group([{"CPU": options.num_cpus}], name=tag)
                 spare = self._spares.take()
             else:
-                spare = self._create(name=tag, **actor_options(options))
+                known = actor_options(options)
+                if not self._is_local and self._settings.num_cpus is not None:
+                    known["num_cpus"] = 0  # the controller alone counts them
+                spare = self._create(name=tag, **known)
         except (ValueError, TypeError, RayError) as error:
             self._emit(ReplicaStartFailed(tag, f"Ray refused the replica: {error}"))
             self._emit(ProcessEnded(tag, f"Ray refused the replica: {error}"))

@@ -224,13 +224,18 @@ class RayResources:
         """``call_later`` (after seconds) runs a function on the Ray thread; it may be called from any."""
         self._call_later = call_later
         self._is_open = True
+        self._num_cpus: int | None = None
         self._poll_thread: threading.Thread | None = None
         self.whole: dict[str, float] = {}
         """Total resources by Ray's names."""
 
-    def open(self, *, is_cluster: bool) -> None:
-        """Read the resources once; for a cluster, poll them from then on."""
-        self.whole = _read_total()
+    def open(self, *, is_cluster: bool, num_cpus: int | None = None) -> None:
+        """Read the resources once; for a cluster, poll them from then on.
+
+        ``num_cpus`` replaces the cluster's CPUs, where Ray is asked for none.
+        """
+        self._num_cpus = num_cpus if is_cluster else None
+        self.whole = self._read_total()
         if is_cluster:
             self._call_later(MEMORY_CHECK_PERIOD_S, self._poll)
 
@@ -243,7 +248,7 @@ class RayResources:
     def poll(self) -> None:
         """Read the resources now, when those of a cluster may have changed."""
         if self._is_open:
-            self._update(_read_total())
+            self._update(self._read_total())
 
     def _poll(self) -> None:
         # While the cluster's head is down Ray blocks callers for up to a minute, and health checks must go on.
@@ -254,7 +259,7 @@ class RayResources:
     def _fetch(self) -> None:
         whole: dict[str, float] | None = None
         try:
-            whole = _read_total()
+            whole = self._read_total()
         except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and the next poll may succeed
             _log.warning("ray_resources_unknown", error=str(error))
         self._call_later(0.0, self._on_resources, whole)
@@ -270,10 +275,10 @@ class RayResources:
             _log.info("ray_resources", resources=whole, before=self.whole)
             self.whole = whole
 
-
-def _read_total() -> dict[str, float]:
-    return {
-        name: float(amount)
-        for name, amount in ray.cluster_resources().items()
-        if not name.startswith(_NOT_RESOURCES)
-    }
+    def _read_total(self) -> dict[str, float]:
+        total = {
+            name: float(amount)
+            for name, amount in ray.cluster_resources().items()
+            if not name.startswith(_NOT_RESOURCES)
+        }
+        return total if self._num_cpus is None else {**total, "CPU": float(self._num_cpus)}

@@ -102,7 +102,12 @@ def test_an_endpoint_that_is_there_gets_what_differs(muster: Muster, controller:
         SetTraffic(endpoint="default/hi", weights={"default/old": 0.9, "default/new": 0.1}),
         SetEndpointOptions(
             endpoint="default/hi",
-            options={"shard_key_header": "X-User", "backend_header": "", "relative_slo_ms": None},
+            options={
+                "shard_key_header": "X-User",
+                "backend_header": "",
+                "relative_slo_ms": None,
+                "error_format": "problem",
+            },
         ),
         ShadowTraffic(endpoint="default/hi", backend_tag="default/old", proportion=0.0),
     ]

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -733,3 +734,40 @@ def test_a_mailbox_of_a_closed_loop_says_that_nobody_takes() -> None:
     mailbox: Mailbox[int] = Mailbox(loop, lambda _value: None)
     loop.close()
     assert not mailbox.put(1)
+
+
+class ObjectRef:
+    """Ray's, as far as handles use it."""
+
+    __module__ = "ray"
+
+    def __init__(self) -> None:
+        self.value: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        return self.value
+
+
+async def test_the_value_of_a_ray_object_travels_once_it_is_there(world: World) -> None:
+    now, later = ObjectRef(), ObjectRef()
+    now.value.set_result({"a": 1})
+    response = call(world.handle(), now, "plain", other=later)
+    await asyncio.sleep(0)
+    later.value.set_result([2])
+    sent = await world.sent()
+    assert sent.arguments == (({"a": 1}, "plain"), {"other": [2]})
+    sent.answer("done")
+    assert await response == "done"
+
+
+async def test_a_ray_task_that_failed_fails_the_call_with_its_exception(world: World) -> None:
+    failed, unpicklable = ObjectRef(), ObjectRef()
+    error = RuntimeError("RayTaskError")
+    error.cause = KeyError("of the task")  # type: ignore[attr-defined]
+    failed.value.set_exception(error)
+    with pytest.raises(KeyError, match="of the task"):
+        await call(world.handle(), failed)
+    unpicklable.value.set_result(threading.Lock())
+    with pytest.raises(TypeError, match="pickle"):
+        await call(world.handle(), unpicklable)
+    assert world.is_idle

@@ -169,7 +169,9 @@ def test_each_error_has_its_status_and_code_in_a_problem_of_rfc_9457(
     problem = build_problem(error)
     assert (problem.status, problem.code) == (status, code)
     assert ("Retry-After" in dict(problem.headers)) == has_retry_after
-    body = msgspec.json.decode(encode_problem(problem, "id"))
+    content_type, encoded = encode_problem(problem, "id")
+    assert content_type == "application/problem+json"
+    body = msgspec.json.decode(encoded)
     assert body.pop("error") == {"code": code, "message": str(error), "request_id": "id"}
     assert body.pop("title") == HTTPStatus(status).phrase
     assert body == {

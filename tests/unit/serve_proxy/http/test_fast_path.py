@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import uvloop
 
-from serve_common.config.backend import EndpointOptions, HttpOptions
+from serve_common.config.backend import EndpointOptions, ErrorFormat, HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE, RequestStats
 from serve_common.dispatch.calls import Response, ResponseBody
+from serve_common.dispatch.errors import ReplicaError
 from serve_common.dispatch.request_body import UploadMemory
 from serve_common.errors import NoReplicaAvailable, NotFound
 from serve_proxy.http import bodies as given_back
@@ -193,11 +194,28 @@ async def test_errors_are_problems(desk: Desk) -> None:
         assert (got, json.loads(body)["error"]["code"], headers["x-request-id"]) == (status, code, "mine")
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await desk.ingress.until(lambda: desk.ingress.begun)
-    desk.ingress.begun[0].on_error(None, NoReplicaAvailable("none"))
+    desk.ingress.begun[0].on_error(desk.ingress.begun[0], NoReplicaAvailable("none"))
     got, headers, _ = await read_answer(reader)
     assert got == 503
     assert "retry-after" in headers
     assert desk.ingress.routes.unmatched.counts == {("GET", 404): 1, ("GET", 500): 1}
+
+
+@both_ways
+async def test_errors_of_an_endpoint_have_its_format(desk: Desk, target: bytes) -> None:
+    desk.ingress.endpoint.options = EndpointOptions(error_format=ErrorFormat.TEXT)
+    reader, _ = await desk.ask(b"GET " + target, is_fast=target == b"/")
+    error = ReplicaError("user_code_raised", 500, "ValueError: secret")
+    if desk.ingress.begun:
+        desk.ingress.begun[0].on_error(desk.ingress.begun[0], error)
+    else:
+        desk.ingress.asked[0].waiter.set_exception(error)
+    status, headers, body = await read_answer(reader)
+    assert (status, headers["content-type"], body) == (
+        500,
+        "text/plain; charset=utf-8",
+        b"Internal Server Error",
+    )
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

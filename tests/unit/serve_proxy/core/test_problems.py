@@ -1,0 +1,51 @@
+"""Errors as clients of programs for Ray Serve receive them; problem details are in test_headers."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_common.config.backend import BackpressureConfig, ErrorFormat
+from serve_common.dispatch.errors import BackPressureError, MethodNotAllowed, NoRoute, ReplicaError
+from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ServeError
+from serve_common.names import BackendTag
+from serve_common.protocol.snapshots import BackendProtection
+from serve_proxy.core.problems import build_problem, encode_problem
+
+_CONFIGURED = BackendProtection(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=6.5))
+
+
+def full(protection: BackendProtection) -> BackPressureError:
+    return BackPressureError(BackendTag("default/Model"), 3, protection)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text", "headers"),
+    [
+        (ReplicaError("user_code_raised", 500, "ValueError: secret"), 500, "Internal Server Error", ()),
+        (ServeError("the proxy failed"), 500, "Internal Server Error", ()),
+        (DeadlineExceeded("no response in 1 s"), 408, "Request timed out: no response in 1 s.", ()),
+        (ReplicaError("deadline_exceeded", 504, "a child's"), 408, "Request timed out: a child's.", ()),
+        (NoReplicaAvailable("none runs"), 503, "The deployment is unavailable: none runs.", ()),
+        (
+            full(BackendProtection()),
+            503,
+            "Request dropped due to backpressure: 3 requests wait for backend 'default/Model' already",
+            (),
+        ),
+        (
+            full(_CONFIGURED),
+            429,
+            "Request dropped due to backpressure: 3 requests wait for backend 'default/Model' already",
+            (("Retry-After", "7"),),
+        ),
+        (MethodNotAllowed("PUT", "GET"), 405, None, (("Allow", "GET"),)),
+        (NoRoute("Path '/x' not found."), 404, "Path '/x' not found.", ()),
+    ],
+)
+def test_the_text_is_ray_serves(
+    error: ServeError, status: int, text: str | None, headers: tuple[tuple[str, str], ...]
+) -> None:
+    problem = build_problem(error, ErrorFormat.TEXT)
+    assert (problem.status, problem.headers) == (status, headers)
+    expected = str(error) if text is None else text
+    assert encode_problem(problem, "r-1") == ("text/plain; charset=utf-8", expected.encode())
