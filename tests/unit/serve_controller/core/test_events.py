@@ -311,7 +311,12 @@ def test_what_was_made_was_not_there_before() -> None:
         "traffic": {"default/a": 1.0},
         "shadows": {},
         "is_ingress": False,
-        "options": {"shard_key_header": "X-Serve-Shard-Key", "backend_header": "", "relative_slo_ms": None},
+        "options": {
+            "shard_key_header": "X-Serve-Shard-Key",
+            "backend_header": "",
+            "relative_slo_ms": None,
+            "error_format": "problem",
+        },
     }
 
 
