@@ -128,6 +128,8 @@ def type_text(kind: Any, links: Mapping[str, str]) -> str:
         return "object" if arguments[1] is Any else f"object of {type_text(arguments[1], links)}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return " or ".join(f'`"{member.value}"`' for member in kind)
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return f"array of {', '.join(f'`{name}`' for name in kind.__annotations__)}"
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return f"[{kind.__name__}]({links[kind.__name__]})" if kind.__name__ in links else kind.__name__
     named = getattr(kind, "__supertype__", kind)  # a NewType's

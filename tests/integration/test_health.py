@@ -203,6 +203,7 @@ async def test_a_hosts_connection_tells_silence_from_absence(server: NatsServer)
         HostId("h1"),
         on_goal=lambda _: None,
         on_leader=lambda _: None,
+        on_evaluation=lambda _: None,
         on_connected=lambda: None,
         on_reconnect=lambda: None,
     )

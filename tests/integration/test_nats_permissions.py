@@ -56,6 +56,8 @@ OTHER_REPLICA_TAG = replica_tag(BackendTag("bank/ledger"), 8)
 OTHER_REPLICA = SUBJECTS.replica(OTHER_REPLICA_TAG)
 HOST_GOAL = SUBJECTS.host_goal(HostId("host-1"))
 HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
+EVALUATE = SUBJECTS.host_evaluation(HostId("host-1"))
+EVALUATED = SUBJECTS.evaluation_report(HostId("host-1"))
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
 KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
 SNAPSHOT = SUBJECTS.snapshots.replace(">", "endpoints.shop.digits")
@@ -174,6 +176,8 @@ def inbox(role: str) -> str:
 
 ALLOWED = [
     ("controller", "PUB", HOST_GOAL),
+    ("controller", "PUB", EVALUATE),
+    ("controller", "SUB", SUBJECTS.evaluation_reports),
     ("controller", "PUB", SUBJECTS.leader),
     ("controller", "PUB", EVENT),
     ("controller", "PUB", KEY),
@@ -197,6 +201,8 @@ ALLOWED = [
     ("proxy", "SUB", SUBJECTS.leader),
     ("host", "PUB", HOST_REPORT),
     ("host", "SUB", HOST_GOAL),
+    ("host", "PUB", EVALUATED),
+    ("host", "SUB", EVALUATE),
     ("host", "SUB", SUBJECTS.leader),
     ("replica", "PUB", REPLICA),
     ("replica", "PUB", SUBJECTS.call(ENDPOINT)),
@@ -239,6 +245,7 @@ DENIED = [
     # only the controller writes snapshots, tells hosts their goals and says who leads
     *((role, "PUB", KEY) for role in ALL_BUT_CONTROLLER),
     *((role, "PUB", HOST_GOAL) for role in ALL_BUT_CONTROLLER),
+    *((role, "PUB", EVALUATE) for role in ALL_BUT_CONTROLLER),
     *((role, "PUB", SUBJECTS.leader) for role in ALL_BUT_CONTROLLER),
     # JetStream delivers past all permissions, so who routes may not tell it where to; and nobody forges what it says
     *(
@@ -277,6 +284,13 @@ DENIED = [
     *((role, "PUB", "$JS.API.CONSUMER.CREATE.OTHER.name.x") for role in ALL_BUT_CONTROLLER),
     # nobody reports in another's name
     *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "client", "caller", "admin", "controller")),
+    *((role, "PUB", EVALUATED) for role in ("proxy", "replica", "client", "caller", "admin", "controller")),
+    # nobody else sees policies and what they are told
+    *((role, "SUB", EVALUATE) for role in ("proxy", "replica", "client", "caller")),
+    *(
+        (role, "SUB", SUBJECTS.evaluation_reports)
+        for role in ("proxy", "host", "replica", "client", "caller")
+    ),
     *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "caller", "admin", "controller")),
     # nobody else wakes a backend, or hears who waits
     *((role, "PUB", WAKE) for role in ("controller", "host", "caller", "admin")),

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from muster.client import connect_stack
 from muster.embedded.stack import EmbeddedStack
-from serve_common.api.queries import ListDeployments
+from serve_common.api.queries import GetAutoscaling, ListDeployments
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
 from serve_common.runtime.settings import Environment, read_bus_settings
@@ -321,6 +321,113 @@ async def test_a_backup_has_the_code_and_brings_it_back_on_an_empty_stack(
     async with EmbeddedStack(tmp_path / "new" / "state", ANY_PORTS) as new:
         await asyncio.to_thread(muster, new.record.state_dir, "restore", "full.muster", "--yes")
         assert (await asyncio.to_thread(get, f"{new.record.http_url}/shop?word=two"))["number"] == 8
+
+
+POLICY = """
+from pathlib import Path
+
+import laws
+import muster as serve
+from muster.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+
+class Follow:
+    def __init__(self, most: int) -> None:
+        self.most, self.calls = most, 0
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[float, dict[str, int]]:
+        self.calls += 1
+        Path("STATE").write_text(f"{ctx.policy_state.get('calls', 0)} {self.calls} {ctx.deployment_name}")
+        level = max(ctx.raw_metrics["level"][replica][-1].value for replica in ctx.aggregated_metrics["level"])
+        if level < 0:
+            raise ValueError("the level is below zero")
+        return min(level, self.most), {"calls": self.calls}
+
+
+@serve.deployment(
+    ray_actor_options={"num_cpus": 0.1},
+    autoscaling_config=AutoscalingConfig(
+        max_replicas=4,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        metrics_interval_s=1,
+        look_back_period_s=5,
+        policy=AutoscalingPolicy(policy_function=Follow, policy_kwargs={"most": 3}),
+    ),
+)
+class Levelled:
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"level": float(Path("LEVEL").read_text())}
+
+    def __call__(self, request) -> str:
+        return serve.get_replica_context().replica_id.unique_id
+
+
+serve.run(Levelled.bind(), name="levelled", route_prefix="/levelled")
+"""
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_policy_of_the_program_scales_by_what_replicas_record_and_one_that_raises_leaves_their_number(
+    stack: EmbeddedStack, tmp_path: Path
+) -> None:
+    from muster.cli.session import StackChoice, find_stack
+
+    state_dir, level, state = Path(stack.record.state_dir), tmp_path / "level", tmp_path / "state"
+    program = POLICY.replace("LEVEL", str(level)).replace("STATE", str(state))
+    (tmp_path / "laws.py").write_text("def two(ctx):\n    return 2, {}\n")
+    level.write_text("3")
+    done = await asyncio.to_thread(run, tmp_path, state_dir, program)
+    assert done.returncode == 0, done.stderr
+    address = find_stack(StackChoice(), {"MUSTER_STATE_DIR": stack.record.state_dir}, ROOT)
+    async with connect_stack(address) as connected:
+
+        async def running() -> set[str]:
+            views = {view.name: view for view in await connected.admin.call(ListDeployments())}
+            return {
+                each.replica_tag for each in views["levelled/Levelled"].replicas if each.state == "running"
+            }
+
+        async def until_running(count: int) -> set[str]:
+            async with asyncio.timeout(60):
+                while len(found := await running()) != count:  # noqa: ASYNC110 - another process decides
+                    await asyncio.sleep(0.1)
+            return found
+
+        async def until_decided(words: str) -> None:
+            async with asyncio.timeout(60):
+                while True:
+                    views = {v.backend_tag: v for v in await connected.admin.call(GetAutoscaling())}
+                    if words in views["levelled/Levelled"].why:
+                        return
+                    await asyncio.sleep(0.1)
+
+        await until_running(3)
+        level.write_text("1")
+        [first] = await until_running(1)
+        last, calls, name = state.read_text().split()
+        assert (int(last), name) == (int(calls) - 1, "Levelled"), "its state comes back to it"
+        level.write_text("2")
+        two = await until_running(2)
+        assert first in two
+        level.write_text("-1")
+        await until_decided("the policy __main__:Follow failed: ValueError: the level is below zero")
+        assert await running() == two
+        level.write_text("2")
+        again = await asyncio.to_thread(run, tmp_path, state_dir, program)
+        assert again.returncode == 0, again.stderr
+        assert await running() == two, "the same program again restarts nothing"
+        changed = program.replace('"most": 3', '"most": 1')
+        done = await asyncio.to_thread(run, tmp_path, state_dir, changed)
+        assert done.returncode == 0, done.stderr
+        assert await until_running(1) <= two, "another policy neither"
+        named = program.replace(
+            'policy_function=Follow, policy_kwargs={"most": 3}', 'policy_function="laws:two"'
+        )
+        done = await asyncio.to_thread(run, tmp_path, state_dir, named)
+        assert done.returncode == 0, done.stderr
+        await until_decided("the policy function asks for 2 replicas")
+        await until_running(2)
 
 
 SIBLINGS = """

@@ -21,6 +21,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -67,14 +68,19 @@ class AutoscalingPolicy(BaseModel):
     """A function that decides the number of replicas."""
 
     policy_function: str | Callable[..., Any] = DEFAULT_POLICY
-    """The function, or ``module:function``; it takes an `AutoscalingContext`."""
+    """The function, or a class whose instances are called, or ``module:function``; it takes an `AutoscalingContext`."""
     policy_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Additional keyword arguments of the function, as JSON."""
+    """Arguments of the class, as JSON; additional ones of a function that the controller imports."""
 
     @field_validator("policy_kwargs")
     @classmethod
     def _are_json(cls, value: dict[str, Any]) -> dict[str, Any]:
         return check_json(value, "policy_kwargs")
+
+    @field_serializer("policy_function", when_used="json")
+    def _name(self, value: str | Callable[..., Any]) -> str:
+        kind = value if isinstance(value, str) or hasattr(value, "__qualname__") else type(value)
+        return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
     def is_default_policy_function(self) -> bool:
         """True when no function of the user's own is set."""

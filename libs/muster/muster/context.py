@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from opentelemetry.context import get_current
 
 from muster.sdk.absent import absent
 from serve_common.errors import PermanentError
-from serve_common.names import BackendTag, ReplicaTag
+from serve_common.names import BackendTag, DeploymentID, ReplicaTag
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 
 __all__ = [
@@ -41,18 +41,6 @@ class NotInReplica(PermanentError, RuntimeError):
     """The function is only available in a replica's process."""
 
     error_code = "not_in_replica"
-
-
-class DeploymentID(NamedTuple):
-    """A deployment's name and its application's."""
-
-    name: str
-    """Name of the deployment within its application."""
-    app_name: str
-    """The application; ``default`` unless the program named it."""
-
-    def __str__(self) -> str:
-        return f"Deployment(name={self.name!r}, app={self.app_name!r})"
 
 
 class ReplicaID(str):

@@ -8,7 +8,7 @@ is allowed is the narrowest of them all, checked once at the border. Everything 
 from __future__ import annotations
 
 import re
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from serve_common.errors import BadField
 
@@ -90,3 +90,15 @@ def parse_backend_tag(tag: ReplicaTag) -> BackendTag:
 def parse_ordinal(tag: ReplicaTag) -> int:
     """The ordinal in a replica's tag."""
     return int(tag.rpartition("#")[2])
+
+
+class DeploymentID(NamedTuple):
+    """A deployment's name and its application's."""
+
+    name: str
+    """Name of the deployment within its application."""
+    app_name: str
+    """The application; ``default`` unless the program named it."""
+
+    def __str__(self) -> str:
+        return f"Deployment(name={self.name!r}, app={self.app_name!r})"

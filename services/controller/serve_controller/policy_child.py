@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import inspect
 import os
 import resource
 import signal
@@ -22,10 +21,10 @@ from typing import IO, Any, Final
 import msgspec
 
 from serve_common.config.autoscaling import AutoscalingContext
-from serve_common.errors import BadField
 from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_common.runtime import guardian
-from serve_common.values import check_size, truncate, truncate_start
+from serve_common.runtime.policies import PolicyUnusable, check_policy, check_result
+from serve_common.values import truncate_start
 
 MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
 """Limit of the child's address space, bytes."""
@@ -49,12 +48,8 @@ class PolicyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The user's traceback, or why the function or its return value is invalid; empty for none."""
     is_stale: bool = False
     """Imported files have changed since: the request must be sent to a new process."""
-    num_replicas: int = 0
+    num_replicas: float = 0
     policy_state: dict[str, Any] | None = None
-
-
-class _Unusable(Exception):
-    """An invalid function or return value; reported without a traceback."""
 
 
 class _Functions:
@@ -73,7 +68,9 @@ class _Functions:
         found = self._found.get(path)
         if found is None:
             if self._app_dir and not Path(self._app_dir).is_dir():
-                raise _Unusable(f"app_dir {self._app_dir} is not a directory that the controller can see")
+                raise PolicyUnusable(
+                    f"app_dir {self._app_dir} is not a directory that the controller can see"
+                )
             found = self._found[path] = _import(path)
             self._note_files()
         return found
@@ -96,8 +93,9 @@ def handle(functions: _Functions, line: bytes) -> PolicyReply:
         function = functions.find(request.function)
         if request.context is None:
             return PolicyReply()
-        return _check_result(request.function, function(request.context, **request.kwargs))
-    except _Unusable as error:
+        number, state = check_result(request.function, function(request.context, **request.kwargs))
+        return PolicyReply(num_replicas=number, policy_state=state)
+    except PolicyUnusable as error:
         return PolicyReply(error=str(error))
     except BaseException as error:  # noqa: BLE001 - SystemExit of the user's too is an answer
         return PolicyReply(error=_traceback(error))
@@ -125,42 +123,12 @@ def _import(path: str) -> Callable[..., object]:
     found: Any = importlib.import_module(module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise _Unusable(f"{module_name} ({getattr(found, '__file__', 'built in')}) has no {attribute}")
+            raise PolicyUnusable(
+                f"{module_name} ({getattr(found, '__file__', 'built in')}) has no {attribute}"
+            )
         found = getattr(found, part)
-    if not callable(found):
-        raise _Unusable(f"{path} is no function but a {type(found).__name__}")
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
-        raise _Unusable(f"{path} is an async function; a policy is called as a plain one")
-    function: Callable[..., object] = found
+    function: Callable[..., object] = check_policy(found, path)
     return function
-
-
-def _check_result(path: str, returned: object) -> PolicyReply:
-    if inspect.isawaitable(returned):
-        if inspect.iscoroutine(returned):
-            returned.close()
-        raise _Unusable(f"{path} returned an awaitable; a policy is called as a plain function")
-    number, state = returned, None
-    if isinstance(returned, tuple):
-        if len(returned) != 2:
-            raise _Unusable(f"{path} returned a tuple of {len(returned)}; it must be (number, policy_state)")
-        number, state = returned
-        if not isinstance(state, dict):
-            raise _Unusable(f"{path} returned a {type(state).__name__} as policy_state; it must be a dict")
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise _Unusable(
-            f"{path} returned {truncate(repr(number), 100)}, a {type(number).__name__}; it must be a whole number "
-            "of replicas (math.ceil makes one), or that and a dict"
-        )
-    replicas = number.__index__()
-    if not 0 <= replicas < 2**31:
-        raise _Unusable(f"{path} returned {truncate(repr(number), 100)} replicas")
-    if state is not None:
-        try:
-            check_size(state, "policy_state")
-        except (BadField, TypeError, ValueError) as error:
-            raise _Unusable(f"{path} returned a policy_state that cannot be kept: {error}") from None
-    return PolicyReply(num_replicas=replicas, policy_state=state)
 
 
 def _traceback(error: BaseException) -> str:

@@ -10,7 +10,8 @@ import msgspec
 from serve_common.api.views import EventView, HistoryView
 from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy
 from serve_common.errors import ServeError
-from serve_common.names import BackendTag, ControllerId
+from serve_common.names import BackendTag, ControllerId, HostId, ReplicaTag
+from serve_common.protocol.evaluation import Evaluation, EvaluationResult
 from serve_common.protocol.reports import HostGoal, LeaderNotice
 from serve_common.protocol.snapshots import Snapshot
 from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
@@ -22,10 +23,14 @@ class PolicyFailed(ServeError):
     """A user's policy function raised, took too long, or gave no number."""
 
 
+class ReplicaSilent(PolicyFailed):
+    """A replica did not evaluate in time; another one may."""
+
+
 class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a user's policy function returned."""
 
-    num_replicas: int
+    num_replicas: float
     policy_state: dict[str, Any] | None = None
     """None leaves the state unchanged."""
 
@@ -157,6 +162,17 @@ class PolicyRunner(Protocol):
 
     async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyResult:
         """Call the function. Raises `PolicyFailed` with the user's traceback, also when it takes too long."""
+        ...
+
+
+class ReplicaEvaluator(Protocol):
+    """Lets running replicas evaluate what only their processes may load."""
+
+    async def evaluate(
+        self, host_id: HostId, replica_tag: ReplicaTag, evaluation: Evaluation, timeout_s: float
+    ) -> EvaluationResult:
+        """What came of it in that replica. Raises `ReplicaSilent` when nothing came within ``timeout_s``, and other
+        `PolicyFailed`."""
         ...
 
 

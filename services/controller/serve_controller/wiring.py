@@ -35,6 +35,7 @@ from serve_controller.adapters.policy_runner import SubprocessPolicies
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
+from serve_controller.adapters.replica_evaluator import NatsReplicaEvaluator
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, CrashingBoundary, OpenBoundary, kill_after
 from serve_controller.shell.code_store import CodeStore
@@ -68,7 +69,9 @@ async def run(settings: ControllerSettings, logs: LogForwarder) -> None:
     _log.info("controller_stopped")
 
 
-async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: CollectorRegistry) -> None:
+async def _serve(  # noqa: PLR0915 - it wires everything
+    settings: ControllerSettings, logs: LogForwarder, registry: CollectorRegistry
+) -> None:
     subjects = Subjects(settings.bus.subject_prefix)
     service: ControllerService | None = None
     bus: NatsBus | None = None
@@ -128,7 +131,8 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         settings.postgres_dsn, settings.postgres_password, application_name=f"muster-{settings.controller_id}"
     )
     bus = NatsBus(client, subjects, VERSION, refused, metrics.dropped_calls.inc)
-    scaling, close_scaling = _open_scaling(settings)
+    evaluator = NatsReplicaEvaluator(client, subjects, refused)
+    scaling, close_scaling = _open_scaling(settings, evaluator)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:
         boundary = CrashingBoundary(boundary, settings.crash_mode, kill_after(logs.flush))
@@ -149,6 +153,7 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         background.start(pulse.run(), "pulse")
         background.start(lag.run(), "loop_lag")
         background.start(nats_servers.run(), "nats_monitors")
+        await evaluator.start()
         await bus.start(service, service.admin)
         await _run_until_closed(service, closed)
     finally:
@@ -176,7 +181,9 @@ async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -
         await service.run()
 
 
-def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:
+def _open_scaling(
+    settings: ControllerSettings, replicas: NatsReplicaEvaluator
+) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:
     """Build what autoscaling needs from outside; returns it with the function that closes it."""
     prometheus = None
     if settings.prometheus is not None:
@@ -190,4 +197,5 @@ def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[
         await loads.close()
         await policies.close()
 
-    return ScalingParts(loads=loads, policies=policies, read_load=scrape.load_view), close
+    parts = ScalingParts(loads=loads, policies=policies, replicas=replicas, read_load=scrape.load_view)
+    return parts, close

@@ -28,8 +28,9 @@ from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.adapters.ray_process import IdentifiedReplicas, RayProcess
-from serve_replica_host.core.events import ReplicaEvent
+from serve_replica_host.core.events import Evaluated, ReplicaEvent
 from serve_replica_host.settings import HostSettings
+from serve_replica_host.shell.evaluations import EvaluationForwarder
 from serve_replica_host.shell.host import HostShell
 
 _log = structlog.get_logger(__name__)
@@ -65,7 +66,15 @@ async def run_host(  # noqa: PLR0915 - it wires everything
 
     identified = IdentifiedReplicas(runtime, settings.replica_bus, settings.replica_identity_s)
 
+    def publish_evaluation(payload: bytes) -> None:
+        tasks.start(bus.publish_evaluation(payload), "publish_evaluation")
+
+    evaluations = EvaluationForwarder(runtime, publish_evaluation, metrics.message_refused)
+
     def take_event(event: ReplicaEvent) -> None:
+        if isinstance(event, Evaluated):
+            evaluations.take_event(event)
+            return
         identified.take_event(event)
         replicas.take_event(event)
         shell.take_event(event)
@@ -75,6 +84,7 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         settings.host_id,
         on_goal=lambda payload: shell.take_goal(payload),  # noqa: PLW0108 - made below
         on_leader=lambda payload: shell.take_leader(payload),  # noqa: PLW0108 - made below
+        on_evaluation=evaluations.take_order,
         on_connected=lambda: shell.report_now(),  # noqa: PLW0108 - made below
         on_reconnect=reconnected,
         logs=NatsLogSink(

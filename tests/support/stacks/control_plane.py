@@ -217,6 +217,7 @@ class SimulatedHost:
             self.host_id,
             on_goal=self._take_goal,
             on_leader=lambda payload: self.shell.take_leader(payload),  # noqa: PLW0108 - made below
+            on_evaluation=lambda _: None,
             on_connected=lambda: self.shell.report_now(),  # noqa: PLW0108 - made below
             on_reconnect=lambda: self.shell.report_now(),  # noqa: PLW0108 - made below
         )

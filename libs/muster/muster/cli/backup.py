@@ -119,6 +119,9 @@ def named_code(backup: bytes) -> set[str]:
             pending += [inner for name, inner in value.items() if name != "replica_config"]
             if isinstance(value.get("replica_config"), dict):
                 found |= _read_uploads(value["replica_config"])
+            scaling = value.get("autoscaling_config")
+            if isinstance(scaling, dict) and (policy_code := scaling.get("policy", {}).get("code")):
+                found.add(policy_code)
         elif isinstance(value, list):
             pending += value
     return found

@@ -12,7 +12,6 @@ from typing import Any, Final, Generic, NoReturn, final
 import msgspec
 from typing_extensions import TypeVar
 
-from muster.context import DeploymentID
 from muster.handles.calls import ArgumentSources, HandleCall, bind_to_request, start_call
 from muster.handles.object_refs import ObjectRefSource, is_object_ref
 from muster.handles.options import HandleOptions, check_options, check_serialization, compute_deadline
@@ -26,7 +25,7 @@ from muster.handles.runtime import is_running, runtime
 from serve_common.clock import SystemClock
 from serve_common.dispatch.admission import Endpoint
 from serve_common.errors import BadField, NotFound, PermanentError
-from serve_common.names import check_name
+from serve_common.names import DeploymentID, check_name
 from serve_common.protocol.frames import CallHead
 from serve_common.runtime.request_context import current_replica, request_context
 from serve_common.telemetry.request_traces import process_tracer

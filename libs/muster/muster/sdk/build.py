@@ -19,6 +19,7 @@ from muster.handles.handle import DeploymentHandle
 from muster.sdk.code import CodeUnpicklable, dump_code
 from muster.sdk.deployments import Application, Deployment
 from muster.sdk.files import Files, PackagedEnvironment
+from muster.sdk.policies import BuiltPolicy, build_policy, find_policy
 from serve_common.protocol.code import digest_code
 
 _log: Final = logging.getLogger("ray.serve")
@@ -40,6 +41,8 @@ class BuiltDeployment(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the code in the code store."""
     environment: PackagedEnvironment
     """Its ``runtime_env``, with digests in the place of files."""
+    policy: BuiltPolicy | None
+    """The autoscaling policy of its own; None for the default one."""
 
 
 class BuiltApplication(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +58,13 @@ class BuiltApplication(msgspec.Struct, frozen=True, kw_only=True):
     """All of its deployments, children first; the last is the ingress."""
     archives: dict[str, bytes]
     """Files that travel with it, by digest."""
+
+    @property
+    def uploads(self) -> dict[str, bytes]:
+        """All that travels, by digest: files, code and policies."""
+        policies = [each.policy for each in self.deployments if each.policy is not None]
+        code = {policy.digest: policy.code for policy in policies if policy.code}
+        return self.archives | {each.digest: each.code for each in self.deployments} | code
 
 
 @final
@@ -147,15 +157,17 @@ def build_app(
     Raises `CodeUnpicklable`, `LimitReached` for code or files that are too large, and `BadField` for files that cannot
     be read.
     """
-    builder, files = _Builder(name), Files()
+    builder = _Builder(name)
     ingress = builder.add(app)
+    configured = [(final, configure(final, each.bound_deployment)) for final, each, _ in builder.order]
+    policies = {final: find_policy(final, bound) for final, bound in configured}
+    files = Files()  # after the modules of policies were imported
 
     def replace(value: Any) -> Any:
         return builder.handle(value) if isinstance(value, Application) else value
 
     deployments = []
-    for deployment_name, each, _ in builder.order:
-        bound = configure(deployment_name, each.bound_deployment)
+    for deployment_name, bound in configured:
         code = dump_code(
             bound.func_or_class,
             bound.init_args,
@@ -172,6 +184,7 @@ def build_app(
                 code=code,
                 digest=digest_code(code),
                 environment=files.package(runtime_env, f"{deployment_name}: ray_actor_options.runtime_env"),
+                policy=build_policy(policies[deployment_name], files.travelling),
             )
         )
     return BuiltApplication(

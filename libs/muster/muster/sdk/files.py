@@ -336,16 +336,24 @@ def find_siblings() -> dict[str, Path | bytes]:
     return found
 
 
-def _local_roots() -> list[Path]:
-    """Directories on ``sys.path`` that no installer fills."""
-    sites = [*site.getsitepackages(), site.getusersitepackages()]
+def _sites() -> list[str]:
+    return [*site.getsitepackages(), site.getusersitepackages()]
+
+
+def _installed() -> set[Path]:
+    """Where installers put packages."""
     named = [
         path for name, path in sysconfig.get_paths().items() if name != "data"
     ]  # that is the whole prefix
-    installed = {Path(path).resolve() for path in named + sites}
+    return {Path(path).resolve() for path in named + _sites()}
+
+
+def _local_roots() -> list[Path]:
+    """Directories on ``sys.path`` that no installer fills."""
+    installed = _installed()
     linked = {
         Path(directory, line.strip()).resolve()
-        for directory in sites
+        for directory in _sites()
         if Path(directory).is_dir()
         for file in Path(directory).glob("*.pth")
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -357,6 +365,13 @@ def _local_roots() -> list[Path]:
         for root in roots
         if root.is_dir() and root not in linked and not any(map(root.is_relative_to, installed))
     ]
+
+
+def is_local(file: Path) -> bool:
+    """Whether a module's file is on ``sys.path`` outside of where packages are installed."""
+    return any(map(file.resolve().is_relative_to, _local_roots())) and not any(
+        map(file.resolve().is_relative_to, _installed())
+    )
 
 
 def _has_module(root: Path, name: str) -> bool:

@@ -176,8 +176,7 @@ async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> Cha
 
 async def upload_application(stack: Stack, app: BuiltApplication) -> None:
     """Upload code and files of an application, as far as they are not stored yet."""
-    uploads = app.archives | {deployment.digest: deployment.code for deployment in app.deployments}
-    for digest, data in uploads.items():
+    for digest, data in app.uploads.items():
         await stack.admin.upload_code(digest, data)
 
 

@@ -23,6 +23,7 @@ from muster.schema import (
     ServeStatus,
 )
 from muster.sdk.build import BuiltApplication, BuiltDeployment
+from muster.sdk.policies import BuiltPolicy
 from serve_common.api.commands import DeployApplication, DeploymentSpec
 from serve_common.api.views import ApplicationView, DeploymentView, GoalStatus, StatusView
 from serve_common.api.views import DeploymentStatus as Health
@@ -140,7 +141,7 @@ def _backend_config(
     is_surge_chosen = "max_surge_percent" in built.deployment.chosen_options
     return BackendConfig(
         num_replicas=options.num_replicas or 1,
-        autoscaling_config=None if autoscaling is None else _autoscaling(autoscaling),
+        autoscaling_config=None if autoscaling is None else _autoscaling(autoscaling, built.policy),
         max_concurrent_queries=options.max_ongoing_requests,
         max_queued_requests=options.max_queued_requests,
         user_config=options.user_config,
@@ -160,18 +161,10 @@ def _backend_config(
     )
 
 
-def _autoscaling(config: ServeAutoscaling) -> AutoscalingConfig:
+def _autoscaling(config: ServeAutoscaling, built: BuiltPolicy | None) -> AutoscalingConfig:
     policy = AutoscalingPolicy()
-    if not config.policy.is_default_policy_function():
-        function = config.policy.policy_function
-        path = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-        if path.startswith("__main__:") or "<" in path:
-            raise BadField(
-                "autoscaling_config.policy",
-                f"the controller cannot import {path}: put the policy into a module that is installed there; only "
-                "a replica's process may unpickle code",
-            )
-        policy = AutoscalingPolicy(policy_function=path, policy_kwargs=config.policy.policy_kwargs)
+    if built is not None:
+        policy = AutoscalingPolicy(policy_function=built.path, policy_kwargs=built.kwargs, code=built.digest)
     aggregation = ServeAutoscaling.model_fields["aggregation_function"].default
     return AutoscalingConfig(
         min_replicas=config.min_replicas,

@@ -8,7 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from serve_common.errors import BadField
-from serve_common.values import check_between, check_import_path, check_size
+from serve_common.names import DeploymentID
+from serve_common.values import check_between, check_digest, check_import_path, check_size
 
 REPLICAS_MAX: Final = 10_000
 QUERY_LENGTH_MAX: Final = 4096
@@ -28,9 +29,12 @@ class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     policy_function: str = ""
     """``module:function``, imported beside the controller, with the backend's ``app_dir`` first on ``sys.path``. It
     takes an ``AutoscalingContext`` and returns a number, or a number and its next ``policy_state``. Empty: the default
-    policy."""
+    policy. With ``code`` it only names the policy for people."""
     policy_kwargs: dict[str, Any] = {}
-    """Additional keyword arguments of the function."""
+    """Additional keyword arguments of the function; with ``code``, of the constructor where that is a class, and
+    otherwise of no effect, as in Ray Serve."""
+    code: str = ""
+    """Digest of an uploaded function or class, which a running replica of the backend evaluates; not in Ray Serve."""
 
 
 class QueryMeaning(Enum):
@@ -96,6 +100,18 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     panic_hold_s: float = 60.0
     """Seconds after a panic during which no replica is removed."""
 
+    def get_upscaling_factor(self) -> float:
+        """The multiplier of upscaling steps."""
+        return 1.0 if self.upscaling_factor is None else self.upscaling_factor
+
+    def get_downscaling_factor(self) -> float:
+        """The multiplier of downscaling steps."""
+        return 1.0 if self.downscaling_factor is None else self.downscaling_factor
+
+    def get_target_ongoing_requests(self) -> float:
+        """The target number of requests per replica."""
+        return self.target_ongoing_requests
+
 
 def check_autoscaling_config(config: AutoscalingConfig, field: str) -> AutoscalingConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
@@ -135,6 +151,10 @@ def _check_policy(policy: AutoscalingPolicy, field: str) -> None:
         check_import_path(policy.policy_function, f"{field}.policy_function")
     elif policy.policy_kwargs:
         raise BadField(f"{field}.policy_kwargs", "needs a policy_function that takes them")
+    if policy.code:
+        check_digest(policy.code, f"{field}.code")
+        if not policy.policy_function:
+            raise BadField(f"{field}.code", "needs a policy_function that names it")
     check_size(policy.policy_kwargs, f"{field}.policy_kwargs")
 
 
@@ -161,6 +181,15 @@ class LoadPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the samples really cover; None: the requested window."""
     missing: str = ""
     """Reason why ``seen`` is None."""
+
+
+class TimeStampedValue(msgspec.Struct, frozen=True, array_like=True):
+    """One value that a replica recorded, as in Ray Serve."""
+
+    timestamp: float
+    """Seconds since 1970."""
+    value: float
+    """What ``record_autoscaling_stats`` returned."""
 
 
 class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,8 +221,19 @@ class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the decision, in seconds since 1970."""
     samples: list[LoadPoint] = []
     """The latest samples of the load, the oldest first; not in Ray Serve."""
+    deployment_id: DeploymentID | None = None
+    """Both names of the deployment."""
+    running_replicas: list[str] = []
+    """Tags of the replicas that take requests."""
+    aggregated_metrics: dict[str, dict[str, float]] = {}
+    """What replicas return from ``record_autoscaling_stats``, by name and replica tag: over ``look_back_period_s``, by
+    ``aggregation_function``."""
+    raw_metrics: dict[str, dict[str, list[TimeStampedValue]]] = {}
+    """The same as recorded, the oldest first."""
+    config: AutoscalingConfig | None = None
+    """The configuration that is in force."""
 
     @property
     def total_running_requests(self) -> float:
         """Requests that replicas work on."""
-        return self.total_num_requests - self.total_queued_requests
+        return max(0.0, self.total_num_requests - self.total_queued_requests)

@@ -211,12 +211,14 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                 permissions=Permissions(
                     publish=(
                         f"{prefix}.report.host.{NAME}",
+                        f"{prefix}.report.evaluation.{NAME}",
                         f"{prefix}.log.host.{NAME}",
                         f"{prefix}.log.recalled.*.host",
                         f"$JS.API.DIRECT.GET.{prefix}-code.{prefix}.code.>",
                     ),
                     subscribe=(
                         f"{prefix}.host.{NAME}.goal",
+                        f"{prefix}.host.{NAME}.evaluate",
                         f"{prefix}.leader",
                         f"{prefix}.log-recall",
                         f"{inbox_prefix(Role.HOST, NAME)}.>",

@@ -152,6 +152,19 @@ class Subjects:
         """Where one host receives its whole goal."""
         return f"{self.prefix}.host.{host_id}.goal"
 
+    def host_evaluation(self, host_id: HostId) -> str:
+        """Where one host receives what one of its replicas is to evaluate."""
+        return f"{self.prefix}.host.{host_id}.evaluate"
+
+    def evaluation_report(self, host_id: HostId) -> str:
+        """Where one host publishes what came of that."""
+        return f"{self.prefix}.report.evaluation.{host_id}"
+
+    @property
+    def evaluation_reports(self) -> str:
+        """All hosts' results of evaluations."""
+        return f"{self.prefix}.report.evaluation.*"
+
     @property
     def leader(self) -> str:
         """Where a new leader publishes its id and epoch; hosts and proxies then report at once."""

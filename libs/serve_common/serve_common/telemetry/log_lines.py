@@ -226,7 +226,9 @@ class RateLimitedLogger:
 
 _log = structlog.get_logger(__name__)
 
-KINDS: Final = ("host_report", "proxy_report", "leader_notice", "wake", "host_goal", "snapshot", "identity")
+KINDS: Final = (
+    "host_report", "proxy_report", "leader_notice", "wake", "host_goal", "snapshot", "identity", "evaluation"
+)  # fmt: skip
 """Kinds of messages, as the metric names them; ``identity`` is a report in the name of another live process."""
 _ERROR_LENGTH_MAX: Final = 500
 

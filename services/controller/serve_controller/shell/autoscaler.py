@@ -7,6 +7,7 @@ Decisions are handed to the term, which records them with its next plan.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -17,9 +18,11 @@ import structlog
 
 from serve_common.clock import Clock
 from serve_common.config.autoscaling import AutoscalingContext, LoadPoint
-from serve_common.names import BackendTag
+from serve_common.names import BackendTag, DeploymentID
 from serve_common.protocol.reports import Wake
+from serve_controller.core.autoscaling.demand import within
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
+from serve_controller.core.autoscaling.stats import aggregate_stats
 from serve_controller.core.autoscaling.values import (
     LoadSample,
     ScalingDecision,
@@ -33,10 +36,12 @@ from serve_controller.core.autoscaling.values import (
     num_running,
 )
 from serve_controller.core.events import last_line
-from serve_controller.core.objects import Backend
+from serve_controller.core.objects import Backend, Replica
 from serve_controller.core.scaling import scaling_event
+from serve_controller.core.transitions import ROUTED
 from serve_controller.ports import LoadSource, PolicyFailed, PolicyResult, PolicyRunner
 from serve_controller.shell.control_loop import Term
+from serve_controller.shell.program_policies import ProgramPolicies
 
 _log = structlog.get_logger()
 
@@ -63,12 +68,20 @@ class _BackendState:
 class Autoscaler:
     """Scales every backend that has an ``autoscaling_config`` and is not paused."""
 
-    def __init__(self, term: Term, loads: LoadSource, policies: PolicyRunner, clock: Clock) -> None:
+    def __init__(
+        self,
+        term: Term,
+        loads: LoadSource,
+        policies: PolicyRunner,
+        clock: Clock,
+        programs: ProgramPolicies | None = None,
+    ) -> None:
         self.samples: Counter[tuple[str, str]] = Counter()
         """Number of load samples so far, by source and outcome (``ok`` or ``missing``)."""
         self._term = term
         self._loads = loads
         self._policies = policies
+        self._programs = programs
         self._clock = clock
         self._tracked: dict[BackendTag, _BackendState] = {}
         self._synced_from: object = None
@@ -101,15 +114,17 @@ class Autoscaler:
         checkpoint, observed = self._term.checkpoint, self._term.observed
         requests = build_load_requests(checkpoint, observed, due, now)
         for request in requests:
-            self._tracked[request.backend_tag].evaluate_at = _next_evaluation(
-                now, request.config.metrics_interval_s
-            )
+            # As in Ray Serve, whose control loop calls a program's policy however rarely loads are measured.
+            interval_s = TICK_S if request.config.policy.code else request.config.metrics_interval_s
+            self._tracked[request.backend_tag].evaluate_at = _next_evaluation(now, interval_s)
         samples = await self._loads.read(requests, build_scrape_targets(observed, now), now)
         decisions: dict[BackendTag, ScalingDecision] = {}
+        configs = {request.backend_tag: request.config for request in requests}
         policy_slots = asyncio.Semaphore(POLICIES_AT_ONCE)
 
         async def decide(tag: BackendTag, sample: LoadSample) -> None:
-            async with policy_slots:
+            # What runs in replicas needs no process here, and must not make others wait when it hangs.
+            async with contextlib.nullcontext() if configs[tag].policy.code else policy_slots:
                 decision = await self._decide(tag, sample)
             if decision is not None:
                 decisions[tag] = decision
@@ -129,6 +144,8 @@ class Autoscaler:
         self._tracked = {tag: self._tracked.get(tag) or _BackendState() for tag in sorted(tags)}
         for tag in [tag for tag in self._term.autoscaling if tag not in tags]:
             del self._term.autoscaling[tag]
+        if self._programs is not None:
+            self._programs.forget(tags)
 
     async def _decide(self, tag: BackendTag, sample: LoadSample) -> ScalingDecision | None:
         tracked = self._tracked.get(tag)
@@ -140,7 +157,17 @@ class Autoscaler:
         tracked.samples.append(sample)
         if sample.seen is not None:
             tracked.read_at = sample.at
-        if inputs.config.policy.policy_function and sample.seen is not None:
+        policy = inputs.config.policy
+        # Without replicas nothing evaluates a program's policy: requests wake them; those that start are waited for.
+        is_evaluable = inputs.num_running > 0 or not policy.code
+        if not is_evaluable and inputs.num_replicas:
+            if inputs.num_replicas == within(inputs.num_replicas, inputs.config):
+                return None
+            sample = msgspec.structs.replace(
+                sample, seen=None, burst=None, missing="its replicas are starting"
+            )
+            tracked.samples[-1] = sample
+        if policy.policy_function and sample.seen is not None and is_evaluable:
             try:
                 result = await self._call_policy(backend, inputs, tracked)
             except PolicyFailed as error:
@@ -148,6 +175,8 @@ class Autoscaler:
                     f"the policy {inputs.config.policy.policy_function} failed: {last_line(str(error))[:300]}"
                 )
                 _log.warning("policy_failed", backend_tag=tag, error=str(error))
+                # One that fails, or hangs, is not called every second.
+                tracked.evaluate_at = _next_evaluation(self._clock.now(), inputs.config.metrics_interval_s)
                 sample = msgspec.structs.replace(sample, seen=None, burst=None, missing=why)
                 tracked.samples[-1] = sample
             else:
@@ -170,7 +199,10 @@ class Autoscaler:
         self, backend: Backend, inputs: ScalingInput, tracked: _BackendState
     ) -> PolicyResult:
         config, sample = inputs.config, tracked.samples[-1]
-        app, _, deployment = backend.backend_tag.rpartition("/")
+        tag, now = backend.backend_tag, self._clock.now()
+        app, _, deployment = tag.rpartition("/")
+        replicas = self._running(tag)
+        series = {} if self._programs is None else await self._programs.record(tag, replicas, config, now)
         context = AutoscalingContext(
             deployment_name=deployment,
             app_name=app,
@@ -183,10 +215,24 @@ class Autoscaler:
             policy_state=tracked.state.policy_state,
             last_scale_up_time=tracked.state.last_up_at,
             last_scale_down_time=tracked.state.last_down_at,
-            current_time=self._clock.now(),
+            current_time=now,
             samples=msgspec.convert(list(tracked.samples), list[LoadPoint], from_attributes=True),
+            deployment_id=DeploymentID(deployment, app),
+            running_replicas=[replica.replica_tag for replica in replicas],
+            aggregated_metrics=aggregate_stats(series, config.aggregation_function),
+            raw_metrics={name: {r: list(p) for r, p in of.items()} for name, of in series.items()},
+            config=config,
         )
+        if config.policy.code:
+            if self._programs is None:
+                raise PolicyFailed("policies that came with programs are off in this controller")
+            return await self._programs.run(tag, config.policy, replicas, context)
         return await self._policies.run(config.policy, backend.target.replica_config.app_dir, context)
+
+    def _running(self, tag: BackendTag) -> list[Replica]:
+        """Replicas that take requests, the oldest first."""
+        replicas = self._term.checkpoint.get_replicas(tag).values()
+        return sorted((r for r in replicas if r.state in ROUTED), key=lambda replica: replica.ordinal)
 
     def _apply(self, tag: BackendTag, tracked: _BackendState, decision: ScalingDecision, source: str) -> None:
         now = self._clock.now()

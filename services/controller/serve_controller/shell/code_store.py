@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from serve_common.api.commands import Command, UploadCode
+from serve_common.config.autoscaling import AutoscalingPolicy
 from serve_common.config.backend import ReplicaConfig
 from serve_common.errors import BadField, LimitReached, NotFound, ServeError, TransientError
 from serve_common.protocol.code import CODE_BYTES_MAX, PAGE_BYTES_MAX
@@ -170,7 +171,9 @@ def named_code(checkpoint: Checkpoint) -> set[str]:
     versions += [
         revision.version for revisions in checkpoint.revisions.values() for revision in revisions.values()
     ]
-    return {digest for version in versions for digest in version.replica_config.uploads.values()}
+    named = {digest for version in versions for digest in version.replica_config.uploads.values()}
+    scalings = [version.backend_config.autoscaling_config for version in versions]
+    return named | {each.policy.code for each in scalings if each is not None and each.policy.code}
 
 
 def _named_by(value: Any, at: str = "") -> Iterable[tuple[str, str]]:
@@ -178,6 +181,9 @@ def _named_by(value: Any, at: str = "") -> Iterable[tuple[str, str]]:
     if isinstance(value, ReplicaConfig):
         for field, digest in value.uploads.items():
             yield digest, f"{at}.{field}"
+    elif isinstance(value, AutoscalingPolicy):
+        if value.code:
+            yield value.code, f"{at}.code"
     elif isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
             yield from _named_by(getattr(value, name), f"{at}.{name}" if at else name)

@@ -19,7 +19,7 @@ from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport,
 from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.restored import NO_CLAIMS
-from serve_controller.ports import ControllerBus, LoadSource, PolicyRunner, Store
+from serve_controller.ports import ControllerBus, LoadSource, PolicyRunner, ReplicaEvaluator, Store
 from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
@@ -27,6 +27,7 @@ from serve_controller.shell.code_store import TRIM_EVERY_S, CodeStore, named_cod
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.leadership import PING_EVERY_S, PING_TIMEOUT_S, BusLiveness, Leadership
 from serve_controller.shell.observations import EVENTS_MAX
+from serve_controller.shell.program_policies import ProgramPolicies
 from serve_controller.shell.queries import ReadLoad
 
 _log = structlog.get_logger()
@@ -42,6 +43,8 @@ class ScalingParts(msgspec.Struct, frozen=True, kw_only=True):
 
     loads: LoadSource
     policies: PolicyRunner
+    replicas: ReplicaEvaluator | None = None
+    """None: policies that came with programs fail."""
     read_load: ReadLoad
 
 
@@ -196,7 +199,12 @@ class ControllerService:
             if self._code is not None:
                 background.start(self._supply_code(self._code, term), name="supply_code")
             if self._scaling is not None:
-                self.autoscaler = Autoscaler(term, self._scaling.loads, self._scaling.policies, self._clock)
+                programs = None
+                if self._scaling.replicas is not None and self._code is not None:
+                    programs = ProgramPolicies(self._scaling.replicas, self._code.read)
+                self.autoscaler = Autoscaler(
+                    term, self._scaling.loads, self._scaling.policies, self._clock, programs
+                )
                 background.start(self.autoscaler.run(), name="autoscaler")
             while True:
                 raise_if_cancelled()

@@ -43,6 +43,7 @@ class ControlBus:
         *,
         on_goal: Callable[[bytes], None],
         on_leader: Callable[[bytes], None],
+        on_evaluation: Callable[[bytes], None],
         on_connected: Callable[[], None],
         on_reconnect: Callable[[], None],
         logs: NatsLogSink | None = None,
@@ -54,6 +55,7 @@ class ControlBus:
         self._subjects = Subjects(settings.subject_prefix)
         self._on_goal = on_goal
         self._on_leader = on_leader
+        self._on_evaluation = on_evaluation
         self._on_connected = on_connected
         self._on_reconnect = on_reconnect
         self._client: Client | None = None
@@ -115,6 +117,13 @@ class ControlBus:
         except BusUnavailable as error:
             _log.warning("report_not_sent", error=str(error))
 
+    async def publish_evaluation(self, payload: bytes) -> None:
+        """Publish what came of an evaluation; it is dropped when it cannot be sent."""
+        try:
+            await publish_now(self._client, self._subjects.evaluation_report(self._host_id), payload)
+        except BusUnavailable as error:
+            _log.debug("evaluation_not_sent", error=str(error))
+
     async def read_code_page(self, digest: str, page: int) -> tuple[bytes, int]:
         """A page of code from the bucket, and the number of pages.
 
@@ -152,7 +161,11 @@ class ControlBus:
         async def leader(message: Msg) -> None:
             self._on_leader(message.data)
 
+        async def evaluation(message: Msg) -> None:
+            self._on_evaluation(message.data)
+
         await client.subscribe(self._subjects.host_goal(self._host_id), cb=goal)
+        await client.subscribe(self._subjects.host_evaluation(self._host_id), cb=evaluation)
         await client.subscribe(self._subjects.leader, cb=leader)
         if self._logs is not None:
             await join_log_sink(self._logs, client)

@@ -45,6 +45,7 @@ from serve_replica_host.adapters.ray_protocol import (
     CheckHealth,
     Close,
     Drain,
+    Evaluate,
     Kill,
     KillByForce,
     Notice,
@@ -222,6 +223,10 @@ class RayProcess:
     def check_health(self, replica_tag: ReplicaTag) -> None:
         """Request a health check; the outcome is an event."""
         self._call(CheckHealth(replica_tag))
+
+    def evaluate(self, replica_tag: ReplicaTag, request_id: str, body: bytes) -> None:
+        """Pass ``body`` to the replica; the outcome is an event, which may be missing."""
+        self._call(Evaluate(replica_tag, request_id, body))
 
     def drain(self, replica_tag: ReplicaTag) -> None:
         """Make the replica refuse new requests and finish those in flight."""

@@ -105,6 +105,14 @@ class CheckHealth(_Message, frozen=True):
     replica_tag: ReplicaTag
 
 
+class Evaluate(_Message, frozen=True):
+    """Pass ``body``, which comes from the controller, to the replica; `core.events.Evaluated` has what came of it."""
+
+    replica_tag: ReplicaTag
+    request_id: str
+    body: bytes
+
+
 class Drain(_Message, frozen=True):
     replica_tag: ReplicaTag
 
@@ -121,7 +129,7 @@ class Close(_Message, frozen=True):
     """The last call: shut Ray down and exit."""
 
 
-Call = Open | Start | Reconfigure | Renew | CheckHealth | Drain | Kill | KillByForce | Close
+Call = Open | Start | Reconfigure | Renew | CheckHealth | Evaluate | Drain | Kill | KillByForce | Close
 
 # -- notices, from the runtime to its host ----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from serve_common.config.backend import RayActorOptions
 from serve_common.config.runtime_env import setup_seconds
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
+from serve_common.protocol.evaluation import RESULT_BYTES_MAX
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.local_process import LocalProcess
@@ -40,6 +41,7 @@ from serve_replica_host.adapters.remote_replicas import RemoteReplicas
 from serve_replica_host.core.events import (
     Constructed,
     Drained,
+    Evaluated,
     HealthChecked,
     HealthCheckSent,
     Placed,
@@ -189,6 +191,10 @@ class RayRuntime:
     def check_health(self, replica_tag: ReplicaTag) -> None:
         """Request a health check; the outcome is an event."""
         self._thread.post(self._check_health, replica_tag, urgency=Urgency.CHECK)
+
+    def evaluate(self, replica_tag: ReplicaTag, request_id: str, body: bytes) -> None:
+        """Pass ``body`` to the replica; the outcome is an event, which may be missing."""
+        self._thread.post(self._evaluate, replica_tag, request_id, body, urgency=Urgency.CHECK)
 
     def drain(self, replica_tag: ReplicaTag) -> None:
         """Make the replica refuse new requests and finish those in flight."""
@@ -351,6 +357,17 @@ class RayRuntime:
         self._emit(HealthCheckSent(tag))  # before its result
         spare.watch(reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
 
+    def _evaluate(self, tag: ReplicaTag, request_id: str, body: bytes) -> None:
+        spare = self._actors.get(tag)
+        if spare is None:
+            return
+        try:
+            reference = spare.actor.evaluate.remote(body)
+        except RayError as error:
+            _log.debug("not_evaluated", replica_tag=tag, error=str(error))
+            return
+        spare.watch(reference, lambda done: self._on_evaluated(tag, request_id, done))
+
     def _drain(self, tag: ReplicaTag) -> None:
         spare = self._actors.get(tag)
         if spare is not None:
@@ -425,6 +442,13 @@ class RayRuntime:
             self._emit(make(decode(done.result(), type=ControlOutcome).error))
         elif not isinstance(error, RayActorError):
             self._emit(make(str(error)))
+
+    def _on_evaluated(self, tag: ReplicaTag, request_id: str, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:  # the controller does not wait for long
+            _log.debug("not_evaluated", replica_tag=tag, error=str(error))
+        elif isinstance(body := done.result(), bytes) and len(body) <= RESULT_BYTES_MAX:
+            self._emit(Evaluated(tag, request_id, body))
 
     def _on_renewed(self, tag: ReplicaTag, done: Future[Any]) -> None:
         error = done.exception()

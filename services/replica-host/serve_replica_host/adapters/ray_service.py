@@ -27,6 +27,7 @@ from serve_replica_host.adapters.ray_protocol import (
     CheckHealth,
     Close,
     Drain,
+    Evaluate,
     Kill,
     KillByForce,
     Notice,
@@ -132,6 +133,8 @@ def _perform(runtime: RayRuntime, call: Call) -> None:
             runtime.renew(tag, identity)
         case CheckHealth(tag):
             runtime.check_health(tag)
+        case Evaluate(tag, request_id, body):
+            runtime.evaluate(tag, request_id, body)
         case Drain(tag):
             runtime.drain(tag)
         case Kill(tag):

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import msgspec
 
 from serve_common.names import ReplicaTag
+from serve_common.protocol.evaluation import RESULT_BYTES_MAX
 from serve_common.protocol.reports import ReplicaStatus
 from serve_replica_host.core.state import HostedReplica, HostState, forget_replica, put_replica, trim_error
 
@@ -152,6 +153,13 @@ class ProcessEnded(_Event, frozen=True):
     error: _Text
 
 
+class Evaluated(_Event, frozen=True):
+    """An evaluation has ended; ``body`` is passed on to the controller as it is. Changes no state."""
+
+    request_id: Annotated[str, msgspec.Meta(max_length=64)]
+    body: Annotated[bytes, msgspec.Meta(max_length=RESULT_BYTES_MAX)]
+
+
 ReplicaEvent = (
     Placed
     | Waits
@@ -160,6 +168,7 @@ ReplicaEvent = (
     | Reconfigured
     | HealthCheckSent
     | HealthChecked
+    | Evaluated
     | Drained
     | ProcessEnded
 )
@@ -204,6 +213,8 @@ def _apply(replica: HostedReplica, event: ReplicaEvent, now: float) -> HostedRep
             )
         case HealthChecked(error=error):
             return _on_health_checked(replica, error, now)
+        case Evaluated():
+            return replica
         case Drained():
             return msgspec.structs.replace(replica, is_drained=True)
         case ProcessEnded(error=error):

@@ -19,6 +19,7 @@ from msgspec.msgpack import decode, encode
 
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import BackendTag
+from serve_common.protocol.evaluation import Evaluation
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.telemetry.request_traces import import_ahead
 from serve_common.telemetry.trace_context import read_tracing_settings
@@ -28,8 +29,8 @@ from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import Hello, HostLocation, RemoteSide
 
 CONTROL_THREADS: Final = 8
-"""Maximum concurrent control calls: one waits forever, one may hang in a health check, one in a reconfigure; at most
-one is a fetch.
+"""Maximum concurrent control calls: one waits forever, one may hang in a health check, one in a reconfigure, one in
+``record_autoscaling_stats`` and one in a policy; at most one is a fetch.
 """
 
 
@@ -82,6 +83,10 @@ class ReplicaActor:
     def check_health(self) -> bytes:
         """Run the user's health check; returns a `ControlOutcome`. Blocks while the user's code blocks its loop."""
         return encode(ControlOutcome(error=self._get_process().check_health()))
+
+    def evaluate(self, body: bytes) -> bytes:
+        """Evaluate an encoded `Evaluation`; returns an encoded `EvaluationResult`."""
+        return encode(self._get_process().evaluate(decode(body, type=Evaluation)))
 
     def drain(self) -> bytes:
         """Drain until nothing is in flight and nothing can arrive; returns a `ControlOutcome`, or empty bytes."""

@@ -19,6 +19,7 @@ from serve_common.nats.connection import BusConnection
 from serve_common.nats.login import RenewableLogin, build_login
 from serve_common.nats.options import BusOptions, Login, NotConnected, OutboundFull
 from serve_common.nats.protocol import Subscription
+from serve_common.protocol.evaluation import Evaluation, EvaluationResult
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import ThreadLoopLag
@@ -37,6 +38,7 @@ from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import RemoteTelemetry
 from serve_replica_host.replica.telemetry.traces import Traces, user_traceback
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
+from serve_replica_host.replica.user.evaluations import Evaluations
 
 if TYPE_CHECKING:
     from serve_common.telemetry.otlp import OtlpTracing
@@ -111,6 +113,7 @@ class ReplicaProcess:
         self._code: UserCode | None = None
         self.is_unusable = False
         """True after a start that failed, and would wherever it is tried."""
+        self._evaluations: Evaluations | None = None
         self._io: ReplicaIO | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
@@ -144,6 +147,7 @@ class ReplicaProcess:
         if error is not None:
             return error
         assert self._code is not None, "it was constructed"
+        self._evaluations = Evaluations(self._code, self._user.submit)
         self._tracing = _open_tracing(self._order)
         if self._tracing is not None:
             from serve_replica_host.adapters.replica_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
@@ -192,6 +196,12 @@ class ReplicaProcess:
     def check_health(self) -> str | None:
         """Run the user's health check on its loop; returns None, or the error."""
         return "the replica does not run" if self._code is None else self._call_user(self._code.check_health)
+
+    def evaluate(self, evaluation: Evaluation) -> EvaluationResult:
+        """Evaluate for the controller; errors are part of the result."""
+        if self._evaluations is None:
+            return EvaluationResult(error="the replica does not run")
+        return self._evaluations.evaluate(evaluation)
 
     @property
     def in_flight(self) -> int:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from typing import Any
+
 import pytest
 
 import muster as serve
+from muster.config import AutoscalingPolicy as ServePolicy
 from muster.sdk.build import build_app
+from muster.sdk.code import CodeUnpicklable
 from muster.sdk.deployments import Deployment
 from muster.sdk.translate import deploy_command
+from serve_common.config.autoscaling import AutoscalingPolicy
 from serve_common.config.backend import BackendConfig
-from serve_common.errors import BadField
+from serve_common.errors import BadField, LimitReached
+from serve_common.protocol.code import digest_code
+from serve_common.protocol.evaluation import POLICY_BYTES_MAX
 
 
 @serve.deployment
@@ -35,17 +44,59 @@ def test_an_update_replaces_no_more_replicas_at_a_time_than_its_share(
     assert backend_config(Model).max_unavailable_percent == 20.0
 
 
-def test_a_policy_that_the_controller_cannot_import_is_refused() -> None:
-    config = {"min_replicas": 1, "max_replicas": 2}
-    by_name = backend_config(
-        Model.options(autoscaling_config=config | {"policy": {"policy_function": "policies:double"}})
-    )
-    assert by_name.autoscaling_config is not None
-    assert by_name.autoscaling_config.policy.policy_function == "policies:double"
-    with pytest.raises(BadField, match=r"cannot import .*<lambda>"):
-        backend_config(
-            Model.options(autoscaling_config=config | {"policy": {"policy_function": lambda _: 1}})
+def policy_of(function: Any, **kwargs: Any) -> tuple[AutoscalingPolicy, dict[str, bytes]]:
+    """The policy that the controller gets, and all that is uploaded."""
+    config = {"max_replicas": 2, "policy": {"policy_function": function, "policy_kwargs": kwargs}}
+    app = build_app(Model.options(autoscaling_config=config).bind(), name="app", route_prefix="/")
+    [spec] = deploy_command(app, None, external_scaler=False).deployments
+    assert spec.backend_config.autoscaling_config is not None
+    return spec.backend_config.autoscaling_config.policy, app.uploads
+
+
+class Policy:
+    def __call__(self, context: object) -> int:
+        return 1
+
+
+async def later(context: object) -> int:
+    return 1
+
+
+def test_a_policy_that_only_the_program_has_is_uploaded_and_an_installed_one_is_named() -> None:
+    for named in ("nowhere.policies:double", "nowhere.policies.double"):
+        assert policy_of(named, most=3)[0] == AutoscalingPolicy(
+            policy_function="nowhere.policies:double", policy_kwargs={"most": 3}
         )
+    for installed in (json.dumps, "json:dumps"):
+        assert policy_of(installed)[0] == AutoscalingPolicy(policy_function="json:dumps")
+    for mine, name in (
+        (lambda _: 1, f"{__name__}:function"),
+        (Policy, f"{__name__}:Policy"),
+        (f"{__name__}:Policy", f"{__name__}:Policy"),
+        (Policy(), f"{__name__}:Policy"),
+    ):
+        policy, uploads = policy_of(mine)
+        assert policy.policy_function == name
+        assert digest_code(uploads[policy.code]) == policy.code
+        assert policy_of(mine)[0] == policy, "the same policy again is the same configuration"
+    assert policy_of("muster.autoscaling_policy:default_autoscaling_policy")[0] == AutoscalingPolicy()
+
+
+def test_a_policy_that_cannot_decide_or_travel_is_refused() -> None:
+    data, lock = b"x" * POLICY_BYTES_MAX, threading.Lock()
+    for function, error, said in (
+        (later, BadField, "async function"),
+        ("json:nothing", BadField, "the module json has no nothing"),
+        (lambda _: len(data), LimitReached, "Model: autoscaling_config.policy: .* at most 524,288 travel"),
+        (lambda _: lock, CodeUnpicklable, "Model: autoscaling_config.policy.*lock"),
+    ):
+        with pytest.raises(error, match=said):
+            policy_of(function)
+
+
+def test_a_policy_in_the_program_is_dumped_by_its_name() -> None:
+    dumped = ServePolicy(policy_function=Policy).model_dump(mode="json")
+    assert dumped == {"policy_function": f"{__name__}.Policy", "policy_kwargs": {}}
 
 
 def test_a_burst_holds_replicas_no_longer_than_the_programs_own_delay() -> None:

@@ -61,8 +61,8 @@ def environment(context):
 def descriptors(context):
     return len([name for name in os.listdir("/proc/self/fd") if int(name) > 2])
 
-def returns(context, what): return {"float": 2.5, "text": "3", "none": None, "true": True, "negative": -1,
-    "triple": (1, {}, 2), "state": (1, [])}[what]
+def returns(context, what): return {"float": 2.5, "endless": float("inf"), "text": "3", "none": None,
+    "true": True, "negative": -1, "triple": (1, {}, 2), "state": (1, [])}[what]
 
 def process(context):
     return os.getpid()
@@ -167,7 +167,7 @@ async def test_one_process_is_kept_for_all_functions_of_an_app_dir(ask: Answerin
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("float", "returned 2.5, a float; it must be a whole number of replicas"),
+        ("endless", "returned inf replicas"),
         ("text", "returned '3', a str"),
         ("none", "returned None, a NoneType"),
         ("true", "returned True, a bool"),
@@ -180,6 +180,10 @@ async def test_what_is_no_number_of_replicas_is_refused_with_words(
     ask: Answering, what: str, said: str
 ) -> None:
     assert said in await ask.failure("returns", what=what)
+
+
+async def test_a_fraction_of_a_replica_is_a_number_of_replicas(ask: Answering) -> None:
+    assert (await ask("returns", what="float")).num_replicas == 2.5
 
 
 async def test_a_policy_that_raises_fails_with_its_own_traceback(ask: Answering) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from serve_common.api.views import EventView
-from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
-from serve_common.names import BackendTag, HostId, ProxyId
+from serve_common.config.autoscaling import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    TimeStampedValue,
+)
+from serve_common.names import BackendTag, DeploymentID, HostId, ProxyId
 from serve_common.protocol.reports import ProxyReport, Wake
+from serve_controller.core.autoscaling.stats import StatsSeries
 from serve_controller.core.autoscaling.values import (
     LoadRequest,
     LoadSample,
@@ -20,10 +27,11 @@ from serve_controller.core.autoscaling.values import (
     Targets,
 )
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import ReplicaState
+from serve_controller.core.objects import Replica, ReplicaState
 from serve_controller.core.observed import ObservedState, observe_proxy
 from serve_controller.ports import PolicyFailed, PolicyResult
 from serve_controller.shell.autoscaler import Autoscaler
+from serve_controller.shell.program_policies import ProgramPolicies
 from tests.support.controller_parts import (
     NOW,
     TAG,
@@ -241,6 +249,81 @@ async def test_a_policy_is_not_asked_about_a_load_that_is_not_known() -> None:
     await rig.look()
     assert rig.policies.asked == []
     assert rig.last.verdict is ScalingDecisionKind.HELD
+
+
+class FakePrograms(ProgramPolicies):
+    """Policies that came with programs, as replicas evaluate them."""
+
+    def __init__(self, result: PolicyResult | PolicyFailed) -> None:
+        self.result = result
+        self.asked: list[tuple[list[str], AutoscalingContext]] = []
+
+    def forget(self, tags: set[BackendTag]) -> None: ...
+
+    async def record(
+        self, tag: BackendTag, replicas: Sequence[Replica], config: AutoscalingConfig, now: float
+    ) -> StatsSeries:
+        return {"queue": {r.replica_tag: (TimeStampedValue(now, 7.0),) for r in replicas}}
+
+    async def run(
+        self,
+        tag: BackendTag,
+        policy: AutoscalingPolicy,
+        replicas: Sequence[Replica],
+        context: AutoscalingContext,
+    ) -> PolicyResult:
+        self.asked.append(([replica.replica_tag for replica in replicas], context))
+        if isinstance(self.result, PolicyFailed):
+            raise self.result
+        return self.result
+
+
+IN_PROGRAM = msgspec.structs.replace(
+    AT_ONCE, policy=AutoscalingPolicy(policy_function="__main__:f", code="0" * 64)
+)
+
+
+def programs_rig(result: PolicyResult | PolicyFailed, **fields: Any) -> tuple[Rig, FakePrograms]:
+    rig, programs = Rig(FakeLoads(a=3.0), config=IN_PROGRAM, **fields), FakePrograms(result)
+    rig.autoscaler = Autoscaler(rig.term, rig.loads, rig.policies, rig.clock, programs)
+    return rig, programs
+
+
+async def test_a_programs_policy_is_evaluated_every_second_with_what_replicas_recorded() -> None:
+    rig, programs = programs_rig(PolicyResult(num_replicas=4.2), num=2)
+    await rig.look()
+    await rig.look(1.0)
+    assert rig.last.target == 5
+    assert len(programs.asked) == 2
+    tags, context = programs.asked[0]
+    assert tags == [f"{TAG}#1", f"{TAG}#2"] == context.running_replicas
+    assert context.aggregated_metrics == {"queue": dict.fromkeys(tags, 7.0)}
+    assert context.raw_metrics["queue"][tags[0]] == [TimeStampedValue(NOW, 7.0)]
+    assert (context.deployment_id, context.config) == (DeploymentID("a", "default"), IN_PROGRAM)
+
+
+async def test_a_programs_policy_that_fails_leaves_the_number_and_is_called_less_often() -> None:
+    rig, programs = programs_rig(PolicyFailed("Traceback\nValueError: no queue"), num=2)
+    for _ in range(9):
+        await rig.look(1.0)
+    assert len(programs.asked) == 1
+    assert (rig.last.target, rig.last.verdict) == (2, ScalingDecisionKind.HELD)
+    assert "ValueError: no queue" in rig.term.told[0].message
+    await rig.look(1.0)
+    assert len(programs.asked) == 2
+
+
+async def test_a_programs_policy_waits_for_a_replica_and_limits_apply_meanwhile() -> None:
+    rig, programs = programs_rig(PolicyResult(num_replicas=8), num=2, running=0)
+    await rig.look()
+    assert rig.term.scaled == [{}]
+    rig, programs = programs_rig(PolicyResult(num_replicas=8), num=9, running=0)
+    await rig.look()
+    assert rig.last.target == 8
+    rig, programs = programs_rig(PolicyResult(num_replicas=8), num=0)
+    rig.loads.loads["default/a"] = 0.0
+    await rig.look()
+    assert (rig.last.target, programs.asked) == (0, [])
 
 
 # -- waking ------------------------------------------------------------------------------------------------------------

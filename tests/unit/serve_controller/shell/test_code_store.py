@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import pytest
 
+from muster.cli.backup import named_code as named_in_backup
 from serve_common.api.commands import CreateBackend, Deploy, DeployApplication, DeploymentSpec, UploadCode
 from serve_common.config.backend import ReplicaConfig
 from serve_common.errors import BadField, BusUnavailable, LimitReached, NotFound
 from serve_common.protocol.code import PAGE_BYTES_MAX, digest_code, split
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.shell.code_store import UPLOADS_MAX, CodeStore
+from serve_controller.shell.code_store import UPLOADS_MAX, CodeStore, named_code
+from tests.support.controller_parts import backend_of, checkpoint_of, get_version
 
 
 class Rows:
@@ -232,3 +235,18 @@ async def test_unused_code_that_nothing_names_is_deleted(
     await store.trim(Checkpoint())
     assert rows.complete == {kept: 1}
     assert {digest for digest, _ in bucket.pages} == {kept}
+
+
+async def test_code_of_policies_is_needed_and_named_as_that_of_replicas_is(store: CodeStore) -> None:
+    policy = {"policy_function": "__main__:f", "code": "5" * 64}
+    version = get_version(1, autoscaling_config={"max_replicas": 2, "policy": policy})
+    checkpoint = checkpoint_of(backend_of(version))
+    assert named_code(checkpoint) == {"5" * 64}
+    rows = [msgspec.json.encode({"value": msgspec.to_builtins(version)})]
+    assert named_in_backup(gzip.compress(b"\n".join(rows))) == {"5" * 64}
+    command = CreateBackend(
+        backend_tag="a", replica_config=version.replica_config, backend_config=version.backend_config
+    )
+    with pytest.raises(BadField) as refused:
+        await store.prepare(command)
+    assert refused.value.field == "backend_config.autoscaling_config.policy.code"

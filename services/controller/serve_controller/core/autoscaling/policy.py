@@ -15,8 +15,8 @@ Names and defaults are those of Ray Serve 2.60 (``ray/serve/autoscaling_policy.p
   would be followed in many steps. A step down keeps the most that was wanted *during* `downscale_delay_s`: see
   `demand.largest_wanted`. A delay counts as over a tenth early (of it and of the interval, 1 s at most), because
   evaluations are not quite punctual.
-- A user's policy function replaces the wanted number; factors, delays and limits apply to it as in Ray Serve
-  (``_apply_autoscaling_config``). Panic does not: it would overrule the function.
+- A user's policy function replaces the wanted number; factors, delays and limits apply to it exactly as in Ray Serve
+  (``_apply_autoscaling_config``), also downwards. Panic does not: it would overrule the function.
 - Panic, as in Knative's autoscaler (serving, ``pkg/autoscaler/scaling/autoscaler.go``): a load over a short window at a
   multiple of the target adds replicas at once; while the panic lasts its load is followed upwards, and nothing is
   removed.
@@ -173,6 +173,8 @@ class ScalingEvaluation:
         return within(count, self._config)
 
     def _downwards(self) -> ScalingDecision:
+        if self._has_policy:
+            return self._downwards_by_policy()
         config, count, state = self._config, self._num_replicas, self._state
         is_last = count == 1
         delay_s = to_zero_delay_s(config) if is_last else config.downscale_delay_s
@@ -214,6 +216,29 @@ class ScalingEvaluation:
             target,
             ScalingDecisionKind.DOWN,
             f"{self._reason}, never more than {rest} for {delay_s:.0f} s: {count - target} removed",
+        )
+
+    def _downwards_by_policy(self) -> ScalingDecision:
+        """As Ray Serve's ``_apply_delay_logic``: what the function asks for *when* the delay is over; 1 before 0."""
+        config, count = self._config, self._num_replicas
+        is_last = count == 1
+        delay_s = to_zero_delay_s(config) if is_last else config.downscale_delay_s
+        waited_s = self._down_for_s()
+        if waited_s < punctual(delay_s, config):
+            what = "removing the last one" if is_last else "removing"
+            return self._stay(
+                ScalingDecisionKind.WAITS_DOWN, format_delay(self._reason, waited_s, delay_s, what)
+            )
+        scaled = math.ceil(count + config.get_downscaling_factor() * (self._demand.wanted - count) - 1e-9)
+        # A factor that rounds up to what runs removes one all the same.
+        target = within(max(min(scaled, count - 1), 0 if is_last else 1, min(self._demand.keep, 1)), config)
+        self._state = msgspec.structs.replace(
+            self._state, decided=target, last_down_at=self._now, fewer=(), down_since=None, zero_since=None
+        )
+        return self._decision(
+            target,
+            ScalingDecisionKind.DOWN,
+            f"{self._reason} for {waited_s:.0f} s: {count - target} removed",
         )
 
     def _may_be_none(self) -> bool:

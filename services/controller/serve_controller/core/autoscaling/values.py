@@ -96,7 +96,7 @@ class ScalingInput(msgspec.Struct, frozen=True, kw_only=True):
     """The current target."""
     num_running: int
     """Replicas that take requests now."""
-    policy_target: int | None = None
+    policy_target: float | None = None
     """Number of replicas returned by the user's function; None for the default policy."""
     new_policy_state: dict[str, Any] | None = None
     """State returned by the user's function; None leaves it unchanged."""

@@ -280,6 +280,14 @@ def test_a_function_that_asks_for_none_does_not_get_it_while_requests_are_seen()
     assert backend.look(0, asked=0).target == 0
 
 
+def test_what_a_function_asks_for_when_its_delay_is_over_is_what_stays_as_in_ray_serve():
+    backend = Rounds(10, min_replicas=0, downscale_delay_s=20)
+    assert targets([backend.look(9, asked=asked) for asked in (8, 8, 2.4)]) == [10, 10, 3]
+    slowed = Rounds(10, downscale_delay_s=0, downscaling_factor=0.1)
+    assert targets([slowed.look(9, asked=2) for _ in range(3)]) == [10 - 1, 9 - 1, 8 - 1]
+    assert Rounds(3, upscale_delay_s=0, max_replicas=9).look(9, asked=3.2).target == 4
+
+
 # Zero, waking, panic and replicas that start: what the policy does where a load changes suddenly.
 
 

@@ -1,0 +1,175 @@
+"""What a replica evaluates for the controller: policies of programs, and ``record_autoscaling_stats``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from muster.sdk.code import dump_code
+from serve_common.config.autoscaling import AutoscalingContext
+from serve_common.protocol.code import digest_code
+from serve_common.protocol.evaluation import RESULT_BYTES_MAX, Evaluation, EvaluationResult, PolicyCall
+from serve_common.runtime.threads import LoopThread
+from serve_replica_host.replica.user import evaluations
+from serve_replica_host.replica.user.code import UserCode
+from serve_replica_host.replica.user.evaluations import Evaluations
+
+released = threading.Event()
+entered = threading.Event()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[Any], Evaluations]]:
+    thread = LoopThread("test")
+    yield lambda target: Evaluations(UserCode(target, None, 4), thread.submit)
+    released.set()
+    thread.stop(5.0)
+
+
+def call(policy: Any, digest: str = "", **kwargs: Any) -> Evaluation:
+    code = dump_code(policy, (), {}, name="policy")
+    context = AutoscalingContext(
+        deployment_name="a",
+        app_name="default",
+        current_num_replicas=2,
+        target_num_replicas=2,
+        total_num_requests=6.0,
+        total_queued_requests=8.0,
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=4,
+        policy_state={"seen": 1},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=0.0,
+    )
+    named = digest or digest_code(code)
+    return Evaluation(policy=PolicyCall(name="m:f", digest=named, code=code, kwargs=kwargs, context=context))
+
+
+class Counting:
+    def __init__(self, step: int = 1) -> None:
+        self.step, self.calls = step, 0
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, int]]:
+        self.calls += self.step
+        return self.calls, {"seen": ctx.policy_state["seen"] + 1}
+
+
+async def later(_: AutoscalingContext) -> int:
+    return 1
+
+
+def leave(_: AutoscalingContext) -> int:
+    raise SystemExit(3)
+
+
+def hang(_: AutoscalingContext) -> int:
+    entered.set()
+    released.wait(30)
+    return 1
+
+
+def test_a_function_and_an_instance_of_a_class_decide_and_the_instance_lives_on(
+    make: Callable[[Any], Evaluations],
+) -> None:
+    replica = make(object())
+    assert replica.evaluate(call(lambda ctx: ctx.total_num_requests / 4)) == EvaluationResult(
+        num_replicas=1.5
+    )
+    assert replica.evaluate(call(lambda ctx: (ctx.total_running_requests, {}))).policy_state == {}
+    counting = call(Counting, step=2)
+    results = [replica.evaluate(counting) for _ in range(2)]
+    assert [(each.num_replicas, each.policy_state) for each in results] == [
+        (2, {"seen": 2}),
+        (4, {"seen": 2}),
+    ]
+    assert replica.evaluate(call(Counting, step=3)).num_replicas == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "digest", "said"),
+    [
+        (lambda _: 1 / 0, "", "ZeroDivisionError"),
+        (leave, "", "SystemExit"),
+        (later, "", "async function"),
+        (lambda _: "three", "", "returned 'three', a str"),
+        (lambda _: (1, {"state": "x" * RESULT_BYTES_MAX}), "", "policy_state"),
+        (lambda _: 1, "0" * 64, "was changed on its way"),
+        (3, "", "is no function but a int"),
+    ],
+)
+def test_what_cannot_decide_is_an_error_in_words(
+    make: Callable[[Any], Evaluations], policy: Any, digest: str, said: str
+) -> None:
+    result = make(object()).evaluate(call(policy, digest))
+    assert said in result.error
+    assert len(result.error) < 16_000
+
+
+def test_a_policy_that_hangs_takes_one_thread_and_others_are_refused_until_it_returns(
+    make: Callable[[Any], Evaluations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Busy:
+        def record_autoscaling_stats(self) -> dict[str, float]:
+            return {"busy": 1}
+
+    replica = make(Busy())
+    released.clear()
+    thread = threading.Thread(target=replica.evaluate, args=(call(leave),))
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "load_code", lambda *_: (hang, (), {}))  # with this test's own events
+        thread.start()
+        assert entered.wait(20)
+        assert "has not returned" in replica.evaluate(call(lambda _: 1)).error
+        assert replica.evaluate(Evaluation()).stats == {"busy": 1.0}, "stats are another matter"
+        released.set()
+        thread.join(20)
+    assert replica.evaluate(call(lambda _: 1)).num_replicas == 1
+
+
+class Recorder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def record_autoscaling_stats(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class AsyncRecorder(Recorder):
+    async def record_autoscaling_stats(self) -> Any:
+        return self.value
+
+
+def test_stats_are_recorded_by_plain_and_async_methods_and_are_none_without_one(
+    make: Callable[[Any], Evaluations],
+) -> None:
+    for kind in (Recorder, AsyncRecorder):
+        assert make(kind({"queue": 3, "share": 0.5})).evaluate(Evaluation()).stats == {
+            "queue": 3.0,
+            "share": 0.5,
+        }
+    assert make(object()).evaluate(Evaluation()) == EvaluationResult()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([1], "returned a list; it must be a dict"),
+        ({"queue": "3"}, "returned a str for 'queue'"),
+        ({"queue": float("nan")}, "for 'queue'"),
+        ({3: 1.0}, "names are texts"),
+        ({f"n{number}": 1.0 for number in range(65)}, "returned 65 values; at most 64"),
+        (ValueError("no queue today"), "no queue today"),
+    ],
+)
+def test_what_is_no_dict_of_numbers_is_an_error_in_words(
+    make: Callable[[Any], Evaluations], value: Any, said: str
+) -> None:
+    result = make(Recorder(value)).evaluate(Evaluation())
+    assert said in result.error
+    assert result.stats is None
