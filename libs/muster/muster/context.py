@@ -109,6 +109,26 @@ def get_request_context() -> RequestContext | None:
     return request_context.get()
 
 
+class ServeRequestContext(msgspec.Struct, frozen=True):
+    """A request by Ray Serve's names for its parts."""
+
+    route: str
+    """Prefix of its route; empty for a call by handle."""
+    request_id: str
+    """Its id in all logs, and in the header ``X-Request-ID``."""
+    app_name: str
+    """The application that it came to."""
+    multiplexed_model_id: str
+    """The multiplexed model that it is for; empty for none."""
+
+
+def _get_serve_request_context() -> ServeRequestContext:
+    """As Ray Serve's, which its documentation has programs import; all fields are empty outside of requests."""
+    context = request_context.get() or RequestContext()
+    app_name = context.endpoint_tag.rpartition("/")[0]
+    return ServeRequestContext(context.route, context.request_id, app_name, context.model_id)
+
+
 def get_trace_context() -> dict[str, Any] | None:
     """The current OpenTelemetry context, for spans of your own; None where no request is traced."""
     return get_current() or None

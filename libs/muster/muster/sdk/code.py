@@ -37,8 +37,11 @@ _ATOMS: Final = frozenset({str, bytes, int, float, complex, bool, type(None)})
 _DEPTH_MAX: Final = 12
 
 
-class CodeUnpicklable(BadField):
-    """The code or its arguments cannot be pickled; the field is the path to what cannot."""
+class CodeUnpicklable(BadField, TypeError):
+    """The code or its arguments cannot be pickled; the field is the path to what cannot.
+
+    A TypeError, as in Ray Serve.
+    """
 
     error_code = "code_unpicklable"
 
@@ -269,7 +272,10 @@ def dump_code(
             path, reason = _find_culprit(
                 {"code": target, "args": args, "kwargs": dict(kwargs)}, name, replace, error
             )
-        raise CodeUnpicklable(path, f"cannot be pickled: {reason}") from error
+        raise CodeUnpicklable(
+            path,
+            f"Could not serialize the deployment {name}: this was found to be non-serializable: {reason}",
+        ) from error
     check_size(len(data), name)
     return data
 

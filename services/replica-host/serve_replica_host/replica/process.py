@@ -251,6 +251,7 @@ class ReplicaProcess:
             self._code = await UserCode.construct(
                 self._order.goal, self._order.app_dir, constructed, self._code_dir()
             )
+            await self._code.check_health()  # as in Ray Serve, what is not healthy has not started
         except UserCodeUnusable:
             self.is_unusable = True
             raise

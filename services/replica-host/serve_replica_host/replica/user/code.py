@@ -245,6 +245,8 @@ async def _instance(kind: type[Any], args: Sequence[Any], kwargs: Mapping[str, A
 THREADS_MAX: Final = 100
 """Maximum threads of one replica for plain functions; further calls are queued."""
 ASGI_ATTRIBUTE: Final = "__muster_asgi__"
+_NAMES_MAX: Final = 50
+"""Methods that the error of a missing one lists."""
 
 
 @final
@@ -329,13 +331,8 @@ class UserCode:
         return self._find(name) if found is None else found
 
     async def call(self, *args: Any, method_name: str = "", **kwargs: Any) -> Any:
-        """Call the named method, or the request handler. Raises its exceptions, and `BadField`.
-
-        A single argument is omitted if the code takes none.
-        """
+        """Call the named method, or the request handler. Raises its exceptions, and `BadField`."""
         method = self.method(method_name)
-        if len(args) == 1 and not kwargs and not method.takes_argument:
-            args = ()
         if method.is_async:
             return await method.function(*args, **kwargs)
         if not method.blocks:
@@ -370,15 +367,16 @@ class UserCode:
         old.close()
 
     async def stop(self) -> None:
-        """Run an ASGI application's shutdown (exceptions are logged) and an async ``__del__``, which may raise."""
+        """Run an ASGI application's shutdown (exceptions are logged) and ``__del__``, which may raise."""
         if self.asgi is not None:
             await self.asgi.stop()
-        if inspect.iscoroutinefunction(destructor := getattr(type(self.target), "__del__", None)):
-            type(self.target).__del__ = lambda _: None  # it would run again, unawaited, once discarded
-            await destructor(self.target)
+        if inspect.isfunction(destructor := getattr(type(self.target), "__del__", None)):
+            # It would run again once discarded, or, where something still refers to the object, never.
+            type(self.target).__del__ = lambda _: None
+            await _await_result(destructor(self.target))
 
     def discard(self) -> None:
-        """Release the user's object, so that its ``__del__`` runs before the process exits."""
+        """Release the user's object, so that what it holds ends before the process exits."""
         self.target = _discarded
         self.asgi = None
         self._methods = {"": Method(_discarded)}
@@ -391,7 +389,8 @@ class UserCode:
         if not callable(function):
             what = type(self.target).__name__
             requested_method = repr(name) if name else "__call__"
-            reason = "is private" if not public else f"is no method of {what}"
+            names = [known for known in dir(type(self.target)) if not known.startswith("_")][:_NAMES_MAX]
+            reason = f"is no method of {what}. Available methods: {names}" if public else "is private"
             if name in ("", "__call__") and self.asgi is not None:
                 reason = f"is no method of {what}, which takes HTTP requests only"
             raise BadField("method_name", f"{requested_method} {reason}")

@@ -159,7 +159,8 @@ class RequestKinds:
     async def _call(self, exchange: ReplicaRequest) -> IoEvent:
         call = exchange.head.call
         name = "" if call is None else call.method_name
-        response = to_response(await self._code.call(_argument(exchange), method_name=name))
+        arguments = (_argument(exchange),) if self._code.method(name).takes_argument else ()
+        response = to_response(await self._code.call(*arguments, method_name=name))
         if isinstance(response, WholeResponse):
             return WholeResponseEvent(exchange, response.status, response.headers, response.body)
         raise NotAResponse("a plain call cannot be answered by a stream")

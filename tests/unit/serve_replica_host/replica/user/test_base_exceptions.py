@@ -484,6 +484,16 @@ def test_a_constructor_or_module_that_raises_is_a_failed_start(app_dir: Path, na
     in_time(process.drain)
 
 
+@pytest.mark.parametrize("attribute", ["Ill", "AsyncIll"])
+def test_a_replica_whose_first_health_check_fails_has_not_started(app_dir: Path, attribute: str) -> None:
+    process = make_process(app_dir, attribute, APP.replace("NAME", "Odd"))
+    told = in_time(process.start)
+    assert told is not None
+    assert "Odd: said by the code" in told
+    assert "in check_health" in told
+    in_time(process.drain)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("attribute", ["Ill", "AsyncIll"])
 def test_a_health_check_that_raises_is_an_unhealthy_replica_every_time(

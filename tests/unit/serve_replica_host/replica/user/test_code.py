@@ -124,7 +124,7 @@ async def test_plain_code_runs_in_a_thread_and_async_functions_on_the_loop(app_d
 async def test_a_function_that_takes_nothing_is_called_with_nothing(app_dir: str) -> None:
     code = await UserCode.construct(goal("nothing"), app_dir)
 
-    assert await code.call("x") == "nothing taken"
+    assert await code.call() == "nothing taken"
     code.discard()
 
 
@@ -514,21 +514,49 @@ async def test_cancelling_reaches_the_users_code(code: UserCode) -> None:
     assert ended == ["hold"]
 
 
-class Closes:
-    closed: ClassVar[list[str]] = []
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_a_destructor_runs_once_when_the_replica_stops_whoever_still_refers_to_the_object(
+    *, is_async: bool
+) -> None:
+    closed: list[str] = []
 
-    async def __del__(self) -> None:
-        await asyncio.sleep(0)
-        self.closed.append("once")
+    class Closes:
+        def __del__(self) -> None:
+            closed.append("once")
 
+    class ClosesLater:
+        async def __del__(self) -> None:
+            await asyncio.sleep(0)
+            closed.append("once")
 
-async def test_an_async_destructor_is_awaited_once_when_the_replica_stops() -> None:
-    code = UserCode(Closes(), None, 1)
+    servable = ClosesLater() if is_async else Closes()
+    code = UserCode(servable, None, 1)
 
     await code.stop()
+    assert closed == ["once"]
     code.discard()
+    del servable
+    assert closed == ["once"]
 
-    assert Closes.closed == ["once"]
+
+async def test_a_call_gets_its_arguments_as_they_are() -> None:
+    def takes_none() -> str:
+        return "ok"
+
+    code = UserCode(takes_none, takes_none, 1)
+    assert await code.call() == "ok"
+    with pytest.raises(TypeError, match=r"\(\) takes 0 positional arguments but 1 was given"):
+        await code.call(1)
+
+
+async def test_the_error_of_a_missing_method_lists_those_that_are_there() -> None:
+    class Model:
+        def exists(self) -> None: ...
+
+        def _private(self) -> None: ...
+
+    with pytest.raises(BadField, match=r"'gone' is no method of Model\. Available methods: \['exists'\]"):
+        UserCode(Model(), None, 1).method("gone")
 
 
 def test_a_missing_package_says_how_the_replica_gets_it() -> None:
