@@ -63,6 +63,8 @@ FORBIDDEN = [
     ("replica", "PUB", "serve.admin.shutdown"),
     ("replica", "PUB", "serve.admin.delete_deployment"),
     ("replica", "PUB", "serve.report.host.host-1"),
+    ("replica", "PUB", "serve.report.evaluation.host-1"),
+    ("replica", "PUB", "serve.host.host-1.evaluate"),
     ("replica", "PUB", "serve.report.proxy.proxy-1"),
     ("replica", "PUB", "serve.host.host-1.goal"),
     ("replica", "PUB", "serve.leader"),

@@ -324,6 +324,7 @@ async def test_a_backup_has_the_code_and_brings_it_back_on_an_empty_stack(
 
 
 POLICY = """
+import time
 from pathlib import Path
 
 import laws
@@ -341,6 +342,8 @@ class Follow:
         level = max(ctx.raw_metrics["level"][replica][-1].value for replica in ctx.aggregated_metrics["level"])
         if level < 0:
             raise ValueError("the level is below zero")
+        if level == 0:
+            time.sleep(6)
         return min(level, self.most), {"calls": self.calls}
 
 
@@ -413,7 +416,11 @@ async def test_a_policy_of_the_program_scales_by_what_replicas_record_and_one_th
         level.write_text("-1")
         await until_decided("the policy __main__:Follow failed: ValueError: the level is below zero")
         assert await running() == two
+        level.write_text("0")
+        await until_decided("did not return within 2 s")
+        assert await running() == two
         level.write_text("2")
+        await until_decided("the policy function asks for 2 replicas")
         again = await asyncio.to_thread(run, tmp_path, state_dir, program)
         assert again.returncode == 0, again.stderr
         assert await running() == two, "the same program again restarts nothing"

@@ -43,7 +43,11 @@ class _Absent(type):
 
 _REST: Final = "there is no dashboard; serve.status() and 'muster status --format json' say how everything is"
 _TASKS: Final = "there are no task consumers; let a worker of your queue call a deployment by its handle"
+_PROMETHEUS: Final = "scale by a PromQL query instead: the 'query' of muster update --autoscaling-config"
 ABSENT: Final = {
+    "autoscaling_policy": dict.fromkeys(
+        ("PrometheusQueryMixin", "PrometheusSample", "PrometheusScalar", "PrometheusVector"), _PROMETHEUS
+    ),
     "schema": {
         **dict.fromkeys(
             (

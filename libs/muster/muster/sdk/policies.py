@@ -15,6 +15,7 @@ from typing import Any, final
 
 import msgspec
 
+from muster import autoscaling_policy
 from muster.sdk.code import dump_code
 from muster.sdk.deployments import Deployment
 from muster.sdk.files import is_local
@@ -59,10 +60,14 @@ def find_policy(deployment_name: str, deployment: Deployment) -> FoundPolicy | N
         module_name, separator, attribute = target.partition(":")
         if not separator:  # Ray Serve takes dots alone too
             module_name, _, attribute = target.rpartition(".")
+        if module_name == "ray.serve.autoscaling_policy":
+            module_name = autoscaling_policy.__name__
         path, target = f"{module_name}:{attribute}", _import(module_name, attribute, where)
     else:
         kind = target if hasattr(target, "__qualname__") else type(target)
         path = _readable_path(kind.__module__, kind.__qualname__)
+    if target is autoscaling_policy.default_autoscaling_policy:
+        return None
     if target is not None:
         try:
             check_policy(target, path)

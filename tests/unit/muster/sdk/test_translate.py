@@ -6,15 +6,17 @@ import json
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 import muster as serve
+from muster.autoscaling_policy import default_autoscaling_policy
 from muster.config import AutoscalingPolicy as ServePolicy
 from muster.sdk.build import build_app
 from muster.sdk.code import CodeUnpicklable
 from muster.sdk.deployments import Deployment
 from muster.sdk.translate import deploy_command
-from serve_common.config.autoscaling import AutoscalingPolicy
+from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import BadField, LimitReached
 from serve_common.protocol.code import digest_code
@@ -79,7 +81,12 @@ def test_a_policy_that_only_the_program_has_is_uploaded_and_an_installed_one_is_
         assert policy.policy_function == name
         assert digest_code(uploads[policy.code]) == policy.code
         assert policy_of(mine)[0] == policy, "the same policy again is the same configuration"
-    assert policy_of("muster.autoscaling_policy:default_autoscaling_policy")[0] == AutoscalingPolicy()
+    for default in (
+        "muster.autoscaling_policy:default_autoscaling_policy",
+        "ray.serve.autoscaling_policy.replica_queue_length_autoscaling_policy",
+        default_autoscaling_policy,
+    ):
+        assert policy_of(default)[0] == AutoscalingPolicy()
 
 
 def test_a_policy_that_cannot_decide_or_travel_is_refused() -> None:
@@ -105,3 +112,29 @@ def test_a_burst_holds_replicas_no_longer_than_the_programs_own_delay() -> None:
         translated = backend_config(Model.options(autoscaling_config=config | {"downscale_delay_s": delay_s}))
         assert translated.autoscaling_config is not None
         assert translated.autoscaling_config.panic_hold_s == hold_s
+
+
+@pytest.mark.parametrize(
+    ("running", "requests", "wanted"), [(2, 7.0, (3.5, {})), (0, 7.0, (4, {"n": 1})), (0, 0.0, (3, {}))]
+)
+def test_the_default_policy_can_be_built_upon(
+    running: int, requests: float, wanted: tuple[float, dict[str, int]]
+) -> None:
+    context = AutoscalingContext(
+        deployment_name="Model",
+        app_name="app",
+        current_num_replicas=running,
+        target_num_replicas=3,
+        total_num_requests=requests,
+        total_queued_requests=0.0,
+        capacity_adjusted_min_replicas=0,
+        capacity_adjusted_max_replicas=9,
+        policy_state={"n": 1},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=0.0,
+        config=AutoscalingConfig(max_replicas=9, target_ongoing_requests=2.0, upscaling_factor=3.5),
+    )
+    assert default_autoscaling_policy(context) == wanted
+    with pytest.raises(BadField, match="config"):
+        default_autoscaling_policy(msgspec.structs.replace(context, config=None))
