@@ -217,6 +217,8 @@ class ReplicaProcess:
             if error is not None:
                 _log.error("application_shutdown_failed", traceback=error)
             self._user.loop.call_soon_threadsafe(self._code.discard)
+        if self._evaluations is not None:
+            self._evaluations.close()
         self._user.stop(_STOP_TIMEOUT_S)
         self._bus.stop(_STOP_TIMEOUT_S)
         if self._logs is not None:

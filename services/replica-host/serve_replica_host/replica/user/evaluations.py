@@ -1,7 +1,7 @@
 """Evaluates for the controller, in the replica's process: a program's autoscaling policy, and its recorded stats.
 
-A policy runs on the thread of its caller, beside the requests and not on the user's loop. A call that hangs is left
-alone: until it returns, others like it fail at once, so that they take no further threads.
+A policy runs on a loop of its own, beside the requests and not on the user's: it may start tasks, which go on between
+its calls. A call that hangs is left alone: until it returns, others like it fail at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from serve_common.protocol.evaluation import (
     PolicyCall,
 )
 from serve_common.runtime.policies import PolicyUnusable, check_policy, check_result
+from serve_common.runtime.threads import LoopThread
 from serve_replica_host.replica.telemetry.traces import user_traceback
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable, load_code
 
@@ -33,6 +34,7 @@ _METHOD: Final = "record_autoscaling_stats"
 _STATS_TIMEOUT_S: Final = 10.0
 """Seconds after which an async ``record_autoscaling_stats`` is cancelled, as in Ray Serve."""
 _NAME_LENGTH_MAX: Final = 128
+_CLOSE_TIMEOUT_S: Final = 1.0
 
 Submit = Callable[[Coroutine[Any, Any, Any]], "concurrent.futures.Future[Any]"]
 """Runs a coroutine on the user's loop."""
@@ -48,6 +50,8 @@ class Evaluations:
         self._has_stats = callable(getattr(code.target, _METHOD, None))
         self._policy: tuple[tuple[str, bytes], Callable[..., object]] | None = None
         """The last policy by its digest and arguments; an instance of a class keeps its memory."""
+        self._policy_loop: LoopThread | None = None
+        """Started with the first policy."""
         self._running = {"policy": threading.Lock(), _METHOD: threading.Lock()}
 
     def evaluate(self, evaluation: Evaluation) -> EvaluationResult:
@@ -78,10 +82,23 @@ class Evaluations:
         key = call.digest, msgspec.msgpack.encode(call.kwargs)
         if self._policy is None or self._policy[0] != key:
             target, _, _ = load_code(call.code, call.digest)
-            made = target(**call.kwargs) if inspect.isclass(target) else target
+            made = self._on_policy_loop(target, **call.kwargs) if inspect.isclass(target) else target
             self._policy = key, check_policy(made, call.name)
-        number, state = check_result(call.name, self._policy[1](call.context))
+        number, state = check_result(call.name, self._on_policy_loop(self._policy[1], call.context))
         return EvaluationResult(num_replicas=number, policy_state=state)
+
+    def _on_policy_loop(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        async def call() -> Any:
+            return function(*args, **kwargs)
+
+        if self._policy_loop is None:
+            self._policy_loop = LoopThread("policy")
+        return self._policy_loop.submit(call()).result()
+
+    def close(self) -> None:
+        """End the loop of policies; one that is stuck in a policy is left behind."""
+        if self._policy_loop is not None:
+            self._policy_loop.stop(_CLOSE_TIMEOUT_S)
 
     async def _call_method(self) -> Any:
         """On the user's loop, as health checks: while requests take all threads, that is what is to be known."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,8 +26,16 @@ entered = threading.Event()
 @pytest.fixture
 def make() -> Iterator[Callable[[Any], Evaluations]]:
     thread = LoopThread("test")
-    yield lambda target: Evaluations(UserCode(target, None, 4), thread.submit)
+    made: list[Evaluations] = []
+
+    def build(target: Any) -> Evaluations:
+        made.append(Evaluations(UserCode(target, None, 4), thread.submit))
+        return made[-1]
+
+    yield build
     released.set()
+    for each in made:
+        each.close()
     thread.stop(5.0)
 
 
@@ -58,6 +68,23 @@ class Counting:
         return self.calls, {"seen": ctx.policy_state["seen"] + 1}
 
 
+class Polling:
+    """Learns what it decides in a task that goes on between its calls."""
+
+    def __init__(self) -> None:
+        self.learned = 1
+        self.task: asyncio.Task[None] | None = None
+
+    async def poll(self) -> None:
+        await asyncio.sleep(0.01)
+        self.learned = 3
+
+    def __call__(self, _: AutoscalingContext) -> int:
+        if self.task is None:
+            self.task = asyncio.get_running_loop().create_task(self.poll())
+        return self.learned
+
+
 async def later(_: AutoscalingContext) -> int:
     return 1
 
@@ -87,6 +114,15 @@ def test_a_function_and_an_instance_of_a_class_decide_and_the_instance_lives_on(
         (4, {"seen": 2}),
     ]
     assert replica.evaluate(call(Counting, step=3)).num_replicas == 3
+
+
+def test_tasks_of_a_policy_go_on_between_its_calls(make: Callable[[Any], Evaluations]) -> None:
+    replica, polling = make(object()), call(Polling)
+    assert replica.evaluate(polling).num_replicas == 1
+    end = time.monotonic() + 20
+    while replica.evaluate(polling).num_replicas != 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
