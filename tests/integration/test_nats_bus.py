@@ -25,6 +25,7 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.adapters.nats_bus import NatsBus
 from tests.support.servers.nats_server import NatsServer, connected, until_known
+from tests.support.waiting import eventually
 
 
 class Ears:
@@ -55,6 +56,8 @@ class Answers:
 
     async def handle(self, verb: str, payload: bytes, principal: str) -> bytes:
         self.who.append(principal)
+        if verb == "wait_for_goal":
+            await asyncio.sleep(60)
         return b" " * self.size
 
     def list_endpoints(self) -> list[EndpointView]:
@@ -145,6 +148,15 @@ async def test_an_answer_that_is_too_large_says_how_to_ask_for_less(side: Side) 
     assert "use limit and after" in view.message
     side.answers.size = side.caller.max_payload
     assert len((await side.ask("list_deployments")).data) == side.caller.max_payload
+
+
+async def test_who_waits_while_the_controller_stops_is_told_to_ask_the_next_one(side: Side) -> None:
+    await side.lead()
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(side.ask("wait_for_goal"))
+        await eventually(lambda: side.answers.who == [""])
+        await side.bus.close()
+    assert msgspec.json.decode(asking.result().data, type=ErrorView).code == "not_leading"
 
 
 async def test_events_go_out_during_a_term_only(side: Side) -> None:

@@ -32,7 +32,7 @@ from serve_common.api.queries import (
     sanitize_principal,
 )
 from serve_common.api.views import EndpointView
-from serve_common.errors import BadField, LimitReached, ServeError
+from serve_common.errors import BadField, LimitReached, NotLeading, ServeError
 from serve_common.names import DEFAULT_APPLICATION, EndpointTag
 from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, MODEL_SERVICE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
@@ -204,7 +204,8 @@ class AdminService:
             _log.warning("service_not_withdrawn", error=repr(error))
 
     async def close(self) -> None:
-        """Cancel the calls in progress."""
+        """Cancel the calls in progress; their callers are told to ask the next leader."""
+        await asyncio.sleep(0)  # what was cancelled before it began would tell nobody
         await self._tasks.close(timeout_s=1.0)
 
     async def _drain_calls(self, service: Service, unknown: Subscription | None) -> None:
@@ -245,6 +246,9 @@ class AdminService:
         except ServeError as error:
             await _respond_error(request, error)
             return
+        except asyncio.CancelledError:
+            await _respond_error(request, NotLeading("this controller stops; try again"))
+            raise
         except Exception:
             await _respond_error(request, ServeError("an internal error; the controller's log has it"))
             raise
