@@ -275,7 +275,9 @@ async def hear(feed: Feed, is_enough: Callable[[set[tuple[str, str]]], bool]) ->
         while not is_enough(heard):
             piece = await feed.receive()
             assert piece is not None
-            heard |= {(piece.subject, json.loads(line)["message"]) for line in piece.payload.splitlines()}
+            # What was lost while NATS was away is told of in a line without a message.
+            lines = [json.loads(line) for line in piece.payload.splitlines()]
+            heard |= {(piece.subject, line["message"]) for line in lines if "message" in line}
     return heard
 
 
