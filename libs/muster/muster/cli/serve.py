@@ -170,7 +170,7 @@ def read_serve_status(name: str | None) -> ReadRequest[Any]:
 
     async def read(admin: AdminClient) -> Any:
         # Only here: it imports Pydantic.
-        from muster.sdk.translate import view_status  # noqa: PLC0415 - as above
+        from muster.sdk.states import view_status  # noqa: PLC0415 - as above
 
         status: ServeStatus = view_status(await admin.fetch_status(), await admin.call(GetAllApplications()))
         if name is None:

@@ -22,7 +22,8 @@ from muster.sdk.build import BuiltApplication, build_app
 from muster.sdk.client import close_client, find_address, get_client, is_connected
 from muster.sdk.deployments import Application, check_targets
 from muster.sdk.local import run_locally
-from muster.sdk.translate import deploy_command, view_status
+from muster.sdk.states import view_status
+from muster.sdk.translate import deploy_command
 from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView

@@ -1,32 +1,18 @@
-"""Between Ray Serve's words and Muster's: options to configurations, views to states."""
+"""From Ray Serve's words to Muster's: options to configurations."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from muster.config import AutoscalingConfig as ServeAutoscaling
-from muster.schema import (
-    ApplicationStatus,
-    ApplicationStatusOverview,
-    DeploymentStatus,
-    DeploymentStatusOverview,
-    DeploymentStatusTrigger,
-    LoggingConfig,
-    ProxyStatus,
-    ReplicaState,
-    ServeStatus,
-)
+from muster.schema import LoggingConfig
 from muster.sdk.build import BuiltApplication, BuiltDeployment
 from muster.sdk.policies import BuiltPolicy
 from serve_common.api.commands import DeployApplication, DeploymentSpec
-from serve_common.api.views import ApplicationView, DeploymentView, GoalStatus, StatusView
-from serve_common.api.views import DeploymentStatus as Health
 from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingPolicy
 from serve_common.config.backend import (
     BackendConfig,
@@ -183,79 +169,3 @@ def _autoscaling(config: ServeAutoscaling, built: BuiltPolicy | None) -> Autosca
         aggregation_function=type(aggregation)(config.aggregation_function),
         policy=policy,
     )
-
-
-_REPLICA_STATES: Final = {
-    "should_start": ReplicaState.STARTING,
-    "starting": ReplicaState.STARTING,
-    "running": ReplicaState.RUNNING,
-    "updating": ReplicaState.UPDATING,
-    "unhealthy": ReplicaState.RUNNING,
-    "should_stop": ReplicaState.STOPPING,
-    "stopping": ReplicaState.STOPPING,
-}
-
-
-_PROXY_STATUSES: Final = {"live": ProxyStatus.HEALTHY, "leaving": ProxyStatus.DRAINING}
-"""Status of a proxy by Muster's name for it; a lost one is unhealthy."""
-
-
-def view_status(status: StatusView, applications: Sequence[ApplicationView]) -> ServeStatus:
-    """The state of everything, in Ray Serve's classes."""
-    deployments = {each.name: each for each in status.deployments}
-    return ServeStatus(
-        proxies={
-            proxy.proxy_id: _PROXY_STATUSES.get(proxy.status, ProxyStatus.UNHEALTHY)
-            for proxy in status.proxies
-        },
-        applications={app.name: _application(app, deployments) for app in applications},
-    )
-
-
-def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -> ApplicationStatusOverview:
-    parts = [deployments[name] for name in app.deployments if name in deployments]
-    return ApplicationStatusOverview(
-        status=_application_status(app),
-        message=app.message,
-        last_deployed_time_s=app.deployed_at,
-        deployments={part.name.partition("/")[2]: _deployment(part) for part in parts},
-    )
-
-
-def _application_status(app: ApplicationView) -> ApplicationStatus:
-    if app.status in (Health.DELETING, Health.DELETED):
-        return ApplicationStatus.DELETING
-    if app.goal_status is GoalStatus.PENDING:
-        return ApplicationStatus.DEPLOYING
-    if app.goal_status is GoalStatus.FAILED:
-        return ApplicationStatus.DEPLOY_FAILED
-    if app.status is Health.UNHEALTHY:
-        return ApplicationStatus.UNHEALTHY
-    return ApplicationStatus.RUNNING
-
-
-def _deployment(view: DeploymentView) -> DeploymentStatusOverview:
-    state, trigger = _deployment_status(view)
-    states = Counter(
-        _REPLICA_STATES.get(replica.state, ReplicaState.STARTING).value for replica in view.replicas
-    )
-    return DeploymentStatusOverview(
-        status=state, status_trigger=trigger, replica_states=dict(states), message=view.message
-    )
-
-
-def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, DeploymentStatusTrigger]:
-    trigger = DeploymentStatusTrigger
-    if view.status in (Health.DELETING, Health.DELETED):
-        return DeploymentStatus.UPDATING, trigger.DELETING
-    if view.goal_status is GoalStatus.FAILED:
-        return DeploymentStatus.DEPLOY_FAILED, trigger.REPLICA_STARTUP_FAILED
-    if view.status is Health.UPDATING or view.goal_status is GoalStatus.PENDING:
-        return DeploymentStatus.UPDATING, trigger.CONFIG_UPDATE_STARTED
-    if view.status is Health.UNHEALTHY:
-        return DeploymentStatus.UNHEALTHY, trigger.HEALTH_CHECK_FAILED
-    serving = sum(replica.state == "running" for replica in view.replicas)
-    if view.backend_config.autoscaling_config is not None and serving != view.backend_config.num_replicas:
-        growing = serving < view.backend_config.num_replicas
-        return DeploymentStatus.UPSCALING if growing else DeploymentStatus.DOWNSCALING, trigger.AUTOSCALING
-    return DeploymentStatus.HEALTHY, trigger.CONFIG_UPDATE_COMPLETED

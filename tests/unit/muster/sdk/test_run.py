@@ -26,7 +26,7 @@ from muster.sdk import run as run_module
 from muster.sdk.build import build_app
 from muster.sdk.client import find_address
 from muster.sdk.run import DeployFailed, wait_serving
-from muster.sdk.translate import view_status
+from muster.sdk.states import view_status
 from serve_common.api.views import (
     ApplicationView,
     DeploymentView,
