@@ -12,7 +12,6 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from serve_common.config.autoscaling import AutoscalingContext
 from serve_common.names import HostId, ReplicaTag
 from serve_common.nats.client import close_nats
 from serve_common.protocol.evaluation import (
@@ -26,6 +25,7 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.adapters.replica_evaluator import NatsReplicaEvaluator
 from serve_controller.ports import PolicyFailed, ReplicaSilent
+from tests.support.scaling import build_context
 from tests.support.servers.nats_server import NatsServer, connected, until_known
 
 HOST, OTHER_HOST = HostId("host-1"), HostId("host-2")
@@ -99,20 +99,7 @@ async def test_a_silent_replica_a_late_report_and_a_context_that_is_too_large_en
     with pytest.raises(ReplicaSilent, match=r"shop/cart#1 did not return within 0\.05 s"):
         await rig.evaluator.evaluate(HOST, TAG, Evaluation(), 0.05)
     await rig.report(await rig.orders.get())
-    context = AutoscalingContext(
-        deployment_name="cart",
-        app_name="shop",
-        current_num_replicas=1,
-        target_num_replicas=1,
-        total_num_requests=0.0,
-        total_queued_requests=0.0,
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=1,
-        policy_state={"data": "x" * 1_000_000},
-        last_scale_up_time=None,
-        last_scale_down_time=None,
-        current_time=0.0,
-    )
+    context = build_context(policy_state={"data": "x" * 1_000_000})
     call = PolicyCall(name="m:f", digest="", code=b"", kwargs={}, context=context)
     with pytest.raises(PolicyFailed, match="at most 983,040 can be sent"):
         await rig.evaluator.evaluate(HOST, TAG, Evaluation(policy=call), 5.0)

@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_common.dispatch.errors import BackPressureError
 from serve_common.errors import NoReplicaAvailable
 
 INSTANCE: Final = "muster.instance"
@@ -52,9 +53,7 @@ class BoundApplication:
 
 async def _respond_unavailable(_: HTTPConnection, error: Exception) -> Response:
     """The response to a request of which a deployment called by handle could take no part."""
-    delay_s = (
-        getattr(error, "retry_after_s", None) if getattr(error, "is_retry_after_configured", False) else None
-    )
+    delay_s = error.retry_after_s if isinstance(error, BackPressureError) else None
     headers = None if delay_s is None else {"Retry-After": str(math.ceil(delay_s))}
     return PlainTextResponse(str(error), getattr(error, "status", 503), headers)
 

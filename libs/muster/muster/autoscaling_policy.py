@@ -1,8 +1,10 @@
 """Ray Serve's default autoscaling policy, for policies that build on it; its name there is the module's here.
 
-def policy(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    wanted, state = default_autoscaling_policy(ctx)
-    return max(wanted, 2 if is_daytime(ctx.current_time) else 1), state
+Such as::
+
+    def policy(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        wanted, state = default_autoscaling_policy(ctx)
+        return max(wanted, 2 if is_daytime(ctx.current_time) else 1), state
 """
 
 from __future__ import annotations

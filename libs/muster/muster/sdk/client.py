@@ -92,7 +92,7 @@ class _Embedded:
             http_key_file=http.ssl_keyfile or "",
             http_key_password=http.ssl_keyfile_password or "",
             ray_address=self._ray_address,
-            num_cpus=_count_cpus() if self._ray_address else None,
+            num_cpus=_count_rays_cpus() if self._ray_address else None,
         )
         self._stack = EmbeddedStack(self._directory, options)
         self._former = os.environ.get("MUSTER_STATE_DIR")
@@ -129,8 +129,8 @@ _CPUS_MIN: Final = 8
 """CPUs that replicas in the program's Ray may reserve at least, as on any host; Ray itself is asked for none."""
 
 
-def _count_cpus() -> int:
-    return max(os.cpu_count() or 1, _CPUS_MIN)
+def _count_rays_cpus() -> int:
+    return max(int(sys.modules["ray"].cluster_resources().get("CPU", 0)), _CPUS_MIN)
 
 
 def _get_ray_address(*, starts: bool) -> str:

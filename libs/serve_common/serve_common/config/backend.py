@@ -350,9 +350,10 @@ class ErrorFormat(Enum):
     """Form of the error responses that proxies write for an endpoint."""
 
     PROBLEM = "problem"
-    """JSON as of RFC 9457, with a stable code and what failed."""
+    """Problem details: JSON as of RFC 9457, with a stable code and what failed."""
     TEXT = "text"
-    """Ray Serve's: plain text, 500 without the exception, 408 for 504, and ``Retry-After`` only where configured."""
+    """Plain text as Ray Serve sends it: 500 without the exception, 408 for 504, and ``Retry-After`` only where
+    `BackpressureConfig` has it."""
 
 
 class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

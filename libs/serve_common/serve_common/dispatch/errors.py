@@ -17,8 +17,6 @@ from serve_common.errors import (
 from serve_common.names import BackendTag
 from serve_common.protocol.snapshots import BackendProtection
 
-_RETRY_AFTER_S = 1.0
-
 
 class MethodNotAllowed(BadField):
     """The endpoint does not take this method."""
@@ -75,8 +73,8 @@ class BackPressureError(NoReplicaAvailable):
         config = protection.backpressure_config
         self.status = config.status_code
         """503 or 429."""
-        self.is_retry_after_configured = config.retry_after_s is not None
-        self.retry_after_s = _RETRY_AFTER_S if config.retry_after_s is None else config.retry_after_s
+        self.retry_after_s = config.retry_after_s
+        """Seconds for the header ``Retry-After``; None where none are configured, as in Ray Serve."""
 
     @property
     def status_code(self) -> int:

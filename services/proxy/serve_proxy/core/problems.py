@@ -145,7 +145,7 @@ def _build_text(problem: Problem, error: ServeError) -> Problem:
             status, text = 408, f"Request timed out: {text}."
         case 503 if problem.code != BackPressureError.error_code:
             text = f"The deployment is unavailable: {text}."
-    is_delay_configured = getattr(error, "is_retry_after_configured", False)
+    is_delay_configured = isinstance(error, BackPressureError) and error.retry_after_s is not None
     headers = tuple(pair for pair in problem.headers if pair[0] != "Retry-After" or is_delay_configured)
     return msgspec.structs.replace(problem, status=status, headers=headers, text=text)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -313,3 +316,49 @@ def test_a_certificate_is_whole_and_clients_are_not_asked_for_theirs() -> None:
             HTTPOptions(**half)
     with pytest.raises(ValueError, match="ssl_ca_certs is not supported: let a load balancer"):
         HTTPOptions(ssl_keyfile="k", ssl_certfile="c", ssl_ca_certs="ca")
+
+
+class FakeRay:
+    """As much of Ray as a program's stack asks of it."""
+
+    def __init__(self, cpus: float) -> None:
+        self.cpus, self.inits, self.is_up = cpus, list[dict[str, str]](), False
+
+    def init(self, **options: str) -> None:
+        self.inits.append(options)
+        self.is_up = True
+
+    def is_initialized(self) -> bool:
+        return self.is_up
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus}
+
+    def get_runtime_context(self) -> SimpleNamespace:
+        return SimpleNamespace(gcs_address=f"127.0.0.1:{len(self.inits)}")
+
+
+@pytest.mark.parametrize(("cpus", "offered"), [(2.0, 8), (36.0, 36)])
+def test_a_programs_ray_is_used_with_its_cpus_and_missed_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: float, offered: int
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ray = FakeRay(cpus)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    embedded = client_module._Embedded(HTTPOptions())
+    assert ray.inits == [{"namespace": "serve"}]
+    options = embedded._stack._options
+    assert (options.ray_address, options.num_cpus) == ("127.0.0.1:1", offered)
+    assert not embedded.has_lost_ray
+    ray.is_up = False
+    assert embedded.has_lost_ray
+    ray.init()
+    assert embedded.has_lost_ray, "it is another"
+
+
+def test_a_program_that_does_not_import_ray_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    embedded = client_module._Embedded(HTTPOptions())
+    assert (embedded._stack._options.ray_address, embedded._stack._options.num_cpus) == ("", None)
+    assert not embedded.has_lost_ray

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingPolicy
 from serve_common.errors import NotFound
 from serve_common.names import HostId, ReplicaTag
 from serve_common.protocol.evaluation import Evaluation, EvaluationResult
@@ -14,23 +14,11 @@ from serve_controller.core.objects import Replica
 from serve_controller.ports import PolicyFailed, PolicyResult, ReplicaSilent
 from serve_controller.shell.program_policies import RETRY_S, ProgramPolicies
 from tests.support.controller_parts import TAG, get_version, replica_of
+from tests.support.scaling import build_context
 
 CONFIG = AutoscalingConfig(max_replicas=4)
 POLICY = AutoscalingPolicy(policy_function="__main__:policy", policy_kwargs={"most": 3}, code="c0de")
-CONTEXT = AutoscalingContext(
-    deployment_name="a",
-    app_name="default",
-    current_num_replicas=2,
-    target_num_replicas=2,
-    total_num_requests=1.0,
-    total_queued_requests=0.0,
-    capacity_adjusted_min_replicas=1,
-    capacity_adjusted_max_replicas=4,
-    policy_state={},
-    last_scale_up_time=None,
-    last_scale_down_time=None,
-    current_time=0.0,
-)
+CONTEXT = build_context()
 Evaluate = Callable[[ReplicaTag, Evaluation], EvaluationResult]
 
 

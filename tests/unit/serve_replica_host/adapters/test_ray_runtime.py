@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.adapters.ray_runtime import RayRuntime
 from serve_replica_host.adapters.ray_session import (
     SESSIONS_MAX,
+    RayResources,
     absolute_app_dir,
     actor_options,
     describe_end,
@@ -294,6 +296,38 @@ def test_the_end_of_one_that_was_taken_changes_nothing() -> None:
 
 
 # What Ray is asked for, and what is said when a replica's process has ended.
+
+
+@pytest.mark.parametrize(("is_cluster", "num_cpus", "cpus"), [(True, 8, 8), (True, None, 2), (False, 8, 2)])
+def test_a_host_on_a_cluster_reports_the_cpus_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, *, is_cluster: bool, num_cpus: int | None, cpus: int
+) -> None:
+    total = {"CPU": 2.0, "GPU": 1.0, "node:1": 1.0}
+    monkeypatch.setattr("serve_replica_host.adapters.ray_session.ray.cluster_resources", lambda: total)
+    resources = RayResources(lambda *_: None)
+    resources.open(is_cluster=is_cluster, num_cpus=num_cpus)
+    resources.poll()
+    assert resources.whole == {"CPU": float(cpus), "GPU": 1.0}
+
+
+@pytest.mark.parametrize(("num_cpus", "asked"), [(8, 0), (None, 1.0)])
+def test_a_cluster_is_asked_for_no_cpus_where_the_host_was_given_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cpus: int | None, asked: float
+) -> None:
+    settings = msgspec.structs.replace(
+        SETTINGS, temp_dir=str(tmp_path), address="127.0.0.1:6379", num_cpus=num_cpus
+    )
+    runtime = RayRuntime(
+        settings, lambda _: None, files=MetricsFiles(tmp_path), write_lines=lambda _lines: None
+    )
+    created: list[dict[str, object]] = []
+    monkeypatch.setattr(runtime, "_create", lambda **options: created.append(options) or Held([]))
+    for unused in ("_place", "_loop"):
+        monkeypatch.setattr(runtime, unused, Mock())
+    wanted = goal(1)
+    runtime._pending_starts[wanted.replica_tag] = wanted, BUS
+    runtime._start(wanted.replica_tag)
+    assert [options["num_cpus"] for options in created] == [asked]
 
 
 def test_only_what_was_asked_for_reaches_ray() -> None:

@@ -18,6 +18,7 @@ from serve_common.runtime.threads import LoopThread
 from serve_replica_host.replica.user import evaluations
 from serve_replica_host.replica.user.code import UserCode
 from serve_replica_host.replica.user.evaluations import Evaluations
+from tests.support.scaling import build_context
 
 released = threading.Event()
 entered = threading.Event()
@@ -41,20 +42,7 @@ def make() -> Iterator[Callable[[Any], Evaluations]]:
 
 def call(policy: Any, digest: str = "", **kwargs: Any) -> Evaluation:
     code = dump_code(policy, (), {}, name="policy")
-    context = AutoscalingContext(
-        deployment_name="a",
-        app_name="default",
-        current_num_replicas=2,
-        target_num_replicas=2,
-        total_num_requests=6.0,
-        total_queued_requests=8.0,
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=4,
-        policy_state={"seen": 1},
-        last_scale_up_time=None,
-        last_scale_down_time=None,
-        current_time=0.0,
-    )
+    context = build_context(policy_state={"seen": 1})
     named = digest or digest_code(code)
     return Evaluation(policy=PolicyCall(name="m:f", digest=named, code=code, kwargs=kwargs, context=context))
 
