@@ -42,6 +42,29 @@ app = Hello.bind()
 def build(args):
     return Hello.bind(args["greeting"])
 """
+WITH_AN_ACTOR = """
+import ray
+
+
+@ray.remote(num_cpus=0)
+class Counter:
+    count = 0
+
+    def add(self):
+        self.count += 1
+        return self.count
+
+
+counter = Counter.remote()
+
+
+class Counting(Hello.func_or_class):
+    async def __call__(self, request):
+        return f"{super().__call__(request)} {await counter.add.remote()}"
+
+
+app = serve.deployment(Counting, ray_actor_options={"num_cpus": 0.1}).bind()
+"""
 WORDS = "def polite(text):\n    return text + ','\n"
 
 
@@ -187,13 +210,17 @@ def test_a_run_that_fails_says_why_and_leaves_nothing(directory: Path, url: str)
 
 
 def test_a_run_without_a_stack_has_one_of_its_own_that_other_commands_find(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "app.py").write_text(APP + WITH_AN_ACTOR)  # of the Ray that the command then shares
     (tmp_path / "words.py").write_text(WORDS)
     with start(tmp_path, "run", "--http-port", "0", "app:app") as run:
         lines = lines_until(run, "Ctrl-C ends it")
         [line] = [line for line in lines if "Muster runs within this process, at " in line]
         url = line.partition(" at ")[2].partition(";")[0]
-        assert get(f"{url}/?name=ann").startswith("hello, ann ")
+        answers = [get(f"{url}/?name=ann").split() for _ in range(2)]
+        assert [(*answer[:2], answer[3]) for answer in answers] == [
+            ("hello,", "ann", "1"),
+            ("hello,", "ann", "2"),
+        ]
         assert status(tmp_path, "default")["status"] == "RUNNING"
         run.send_signal(signal.SIGTERM)
         assert run.wait(60) == 0

@@ -42,7 +42,7 @@ from muster.cli.session import EmbeddedPort, ExitCode, Session, StackChoice, get
 from muster.client.admin import Stack
 from muster.client.requests import Feed, StackAddress
 from muster.embedded.leftovers import kill_marked
-from muster.embedded.options import RUN_STATE_DIR, StackOptions, StatePaths
+from muster.embedded.options import RUN_STATE_DIR, StackOptions, StatePaths, share_ray
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import read_record
 from muster.secrets import Secrets
@@ -168,6 +168,7 @@ class ServeRun:
             if self._own_stack is None:
                 raise BadField("--non-blocking", f"needs a stack that goes on: {error}") from error
             options = StackOptions(**_LISTEN | request.listen | self._own_stack)
+            options = await asyncio.to_thread(share_ray, options)  # the application is imported by now
             return await exits.enter_async_context(self._start_stack(options))
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +77,32 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Base directory of a relative app_dir; None for the directory in which the stack was started."""
     deploy_dir: Path = Path(__file__).with_name("deploy")
     """Directory with the configuration of nats-server and Postgres."""
+
+
+_CPUS_MIN: Final = 8
+"""CPUs that replicas in a program's Ray may reserve at least, as on any host; Ray itself is asked for none."""
+
+
+def find_ray() -> str:
+    """Address of the Ray that this program is connected to, ``host:port``; empty for none. Imports nothing."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def share_ray(options: StackOptions) -> StackOptions:
+    """``options`` with the Ray of this program, whose actors then mean something to its replicas.
+
+    As in Ray Serve, one is started where the program has imported Ray and none runs. Unchanged where it has not.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None:
+        return options
+    if not ray.is_initialized():
+        ray.init(namespace="serve")
+    num_cpus = max(int(ray.cluster_resources().get("CPU", 0)), _CPUS_MIN)
+    return msgspec.structs.replace(options, ray_address=find_ray(), num_cpus=num_cpus)
 
 
 class StatePaths(msgspec.Struct, frozen=True):

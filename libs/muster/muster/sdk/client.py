@@ -76,31 +76,34 @@ class _Embedded:
     def __init__(self, http: HTTPOptions) -> None:
         try:
             # Only here: the servers need not be installed where a stack is found.
-            from muster.embedded.options import StackOptions  # noqa: PLC0415 - as above
+            from muster.embedded.options import StackOptions, share_ray  # noqa: PLC0415 - as above
             from muster.embedded.stack import EmbeddedStack  # noqa: PLC0415 - as above
         except ImportError as error:
             raise BusUnavailable(
                 f"no stack was found, and none can be started here ({error}): install muster[embedded], start one "
                 "with 'muster up' or compose, or say where one is with MUSTER_NATS_URL"
             ) from error
-        self._ray_address = _get_ray_address(starts=True)
         self._directory = Path(tempfile.mkdtemp(prefix="muster-"))
-        options = StackOptions(
+        own = StackOptions(
             http_host=http.host or "127.0.0.1",
             http_port=http.port,
             http_cert_file=http.ssl_certfile or "",
             http_key_file=http.ssl_keyfile or "",
             http_key_password=http.ssl_keyfile_password or "",
-            ray_address=self._ray_address,
-            num_cpus=_count_rays_cpus() if self._ray_address else None,
         )
+        options = share_ray(own)
+        self._ray_address = options.ray_address
         self._stack = EmbeddedStack(self._directory, options)
         self._former = os.environ.get("MUSTER_STATE_DIR")
 
     @property
     def has_lost_ray(self) -> bool:
         """Whether the program ended the Ray that the replicas run in."""
-        return self._ray_address != "" and _get_ray_address(starts=False) != self._ray_address
+        if not self._ray_address:
+            return False
+        from muster.embedded.options import find_ray  # noqa: PLC0415 - as above
+
+        return find_ray() != self._ray_address
 
     async def start(self) -> None:
         try:
@@ -123,29 +126,6 @@ class _Embedded:
         shutil.rmtree(
             self._directory, ignore_errors=True
         )  # in no thread: an interpreter that ends starts none
-
-
-_CPUS_MIN: Final = 8
-"""CPUs that replicas in the program's Ray may reserve at least, as on any host; Ray itself is asked for none."""
-
-
-def _count_rays_cpus() -> int:
-    return max(int(sys.modules["ray"].cluster_resources().get("CPU", 0)), _CPUS_MIN)
-
-
-def _get_ray_address(*, starts: bool) -> str:
-    """The address of this program's Ray, where its replicas can use its actors; empty when it does not import Ray.
-
-    ``starts``: start one if there is none, as Ray Serve's `serve.run` does.
-    """
-    ray = sys.modules.get("ray")
-    if ray is None:
-        return ""
-    if not ray.is_initialized():
-        if not starts:
-            return ""
-        ray.init(namespace="serve")
-    return str(ray.get_runtime_context().gcs_address)
 
 
 @final
