@@ -121,6 +121,7 @@ async def test_a_program_deploys_its_own_classes_and_again_restarts_nothing(
     )
     assert broken.returncode == 1
     assert "no table today" in broken.stderr
+    assert "failed: Failed to update the deployments ['" in broken.stderr
     assert "DeployFailed" in broken.stderr
     assert (await asyncio.to_thread(get, url))["number"] == 10
 

@@ -379,8 +379,10 @@ def test_what_is_no_application_or_no_class_is_refused() -> None:
         serve.ingress("app")
     with pytest.raises(TypeError, match="is a class"):
         serve.ingress(FastAPI)
-    with pytest.raises(TypeError, match="decorates a class"):
+    with pytest.raises(ValueError, match="must be used with a class"):
         serve.ingress(FastAPI())(lambda: None)
+    with pytest.raises(ValueError, match="may not have __call__"):
+        serve.ingress(FastAPI())(type("Both", (), {"__call__": print}))
     with pytest.raises(TypeError, match="__muster_build_asgi__"):
 
         @serve.ingress()

@@ -180,7 +180,8 @@ class ItemStream:
             elif not is_ended:
                 return NOTHING_YET
             elif self._failure is not None:
-                raise self._failure.with_traceback(None)
+                failure, self._failure = self._failure, None  # like a generator that failed: next, its end
+                raise failure.with_traceback(None)
             elif not self._reader.is_between_items:
                 raise ResponseUnusable("the stream ended within an item")
             else:

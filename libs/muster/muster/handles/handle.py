@@ -254,7 +254,7 @@ class DeploymentHandle(Generic[T]):
         """As `shutdown`."""
 
     def __getattr__(self, name: str) -> DeploymentHandle:
-        if name.startswith("_"):
+        if name.startswith("__"):  # what Python and libraries look for in any object
             raise AttributeError(name)
         handle = self.options(method_name=name)
         self.__dict__[name] = handle  # later lookups find it without __getattr__

@@ -7,7 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from serve_common.dispatch.admission import CLIENT_GONE
-from serve_common.errors import BadField, LimitReached, PermanentError, RequestFailed
+from serve_common.dispatch.errors import DeploymentUnavailableError
+from serve_common.errors import BadField, LimitReached, NotFound, PermanentError, RequestFailed
 
 
 class NoSuchMethod(BadField, AttributeError):
@@ -26,6 +27,10 @@ class CallNotAllowed(PermanentError):
 
     error_code = "call_not_allowed"
     status_hint = 403
+
+
+class DeploymentGone(NotFound, DeploymentUnavailableError):
+    """A call's deployment or application is not deployed, or no longer; Ray Serve says that it is unavailable."""
 
 
 class ArgumentsTooLarge(LimitReached):

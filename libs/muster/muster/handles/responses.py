@@ -67,8 +67,8 @@ class _Response(Generic[R]):
 
     def __reduce__(self) -> NoReturn:
         raise PermanentError(
-            f"a {type(self).__name__} cannot be pickled: pass it to remote() as an argument by itself. One that stands "
-            "within another value, such as a list or dictionary, must be awaited first"
+            f"`{type(self).__name__}` is not serializable: pass it to remote() as an argument by itself. One "
+            "that stands within another value, such as a list or dictionary, must be awaited first"
         )
 
 
@@ -147,11 +147,15 @@ class DeploymentResponseGenerator(_Response[R]):
         self._items = items
 
     def __await__(self) -> NoReturn:
-        raise TypeError("a streamed answer is not awaited: use `async for`, or `await anext(response)`")
+        raise TypeError(
+            "`DeploymentResponseGenerator` cannot be awaited directly. Use `async for`, or `await anext(response)`"
+        )
 
     def result(self, timeout_s: float | None = None, *, _skip_asyncio_check: bool = False) -> NoReturn:  # noqa: ARG002 - the signature of DeploymentResponse
         """Raises TypeError: there is no single result."""
-        raise TypeError("a streamed answer has no single result: use `for`, or `next(response)`")
+        raise TypeError(
+            "`DeploymentResponseGenerator` doesn't support `.result()`. Use `for`, or `next(response)`"
+        )
 
     def __aiter__(self) -> AsyncIterator[R]:
         return self

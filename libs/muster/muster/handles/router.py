@@ -14,7 +14,7 @@ from typing import Final, final
 import structlog
 
 from muster.handles.calls import ArgumentSources, CallOutcome, HandleCall, get_headers
-from muster.handles.options import CallNotAllowed, RequestCancelledError
+from muster.handles.options import CallNotAllowed, DeploymentGone, RequestCancelledError
 from muster.handles.pickles import BODY_BYTES_MAX, to_exception
 from muster.handles.wakeups import make_waiter
 from serve_common.config.backend import allows
@@ -250,7 +250,7 @@ class HandleRouter:
             body = template.body if template.sources is None else await _read_sources(template.sources)
             endpoint = await self.find(template.endpoint)
             if endpoint is None:
-                raise NotFound(f"there is no deployment {template.endpoint!r}")
+                raise DeploymentGone(f"there is no deployment {template.endpoint!r}")
             calls = []
             for replica in self._replicas(endpoint):
                 call = template.copy(body, post)
@@ -301,8 +301,8 @@ class HandleRouter:
         if not self._routes.is_filled:
             return BusUnavailable(self.routing_error)
         if call.endpoint.endswith("/"):
-            return NotFound(f"there is no application {call.endpoint[:-1]!r} with an ingress")
-        return NotFound(f"there is no deployment {call.endpoint!r}")
+            return DeploymentGone(f"there is no application {call.endpoint[:-1]!r} with an ingress")
+        return DeploymentGone(f"there is no deployment {call.endpoint!r}")
 
     def _retry_waiting(self) -> None:
         self._changed.set()

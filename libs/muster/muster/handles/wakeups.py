@@ -79,6 +79,6 @@ def check_not_on_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        "this would block the event loop of its own thread; use `await response` or `async for`, "
-        "or call it from a function that is not async"
+        "Sync methods should not be called from within an `asyncio` event loop, which would wait for itself. "
+        "Use `await response` or `async for`, or call it from a function that is not async"
     )

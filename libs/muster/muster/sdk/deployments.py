@@ -430,15 +430,24 @@ def _check_actor(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"{sorted(_ACTOR_OPTIONS)}"
             )
     chosen = {name: value for name, value in options.items() if value is not None}
+    _check_amounts(chosen)
+    check_runtime_env(chosen.get("runtime_env", {}), "ray_actor_options.runtime_env")
+    chosen.setdefault("num_cpus", 1)
+    return {"ray_actor_options": chosen, "max_replicas_per_node": limit}
+
+
+def _check_amounts(options: Mapping[str, Any]) -> None:
     for name in ("num_cpus", "num_gpus", "memory"):
-        amount = chosen.get(name, 0)
+        amount = options.get(name, 0)
         if isinstance(amount, bool) or not isinstance(amount, int | float):
             raise TypeError(f"ray_actor_options: {name} must be a number, not {amount!r}.")
         if amount < 0:
             raise ValueError(f"ray_actor_options: {name} must not be negative, got {amount}.")
-    check_runtime_env(chosen.get("runtime_env", {}), "ray_actor_options.runtime_env")
-    chosen.setdefault("num_cpus", 1)
-    return {"ray_actor_options": chosen, "max_replicas_per_node": limit}
+    for name in ("CPU", "GPU"):
+        if name in options.get("resources", ()):
+            raise ValueError(
+                f"ray_actor_options: use num_{name.lower()}s instead of 'CPU' and 'GPU' in resources."
+            )
 
 
 def check_runtime_env(runtime_env: Any, where: str) -> None:

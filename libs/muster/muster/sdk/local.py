@@ -107,9 +107,11 @@ class LocalReplica:
             if not callable(self._target):
                 raise BadField("method_name", f"{self._name} has no __call__")
             return self._target
-        method = None if name.startswith("_") else getattr(self._target, name, None)
+        method = None if name.startswith("__") else getattr(self._target, name, None)
         if not callable(method):
-            raise BadField("method_name", f"{name!r} is no method of {self._name}")
+            raise BadField(
+                "method_name", f"Tried to call a method {name!r} that does not exist on {self._name}"
+            )
         return method
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from muster.sdk.build import BuiltApplication, build_app
 from muster.sdk.client import close_client, find_address, get_client, is_connected
 from muster.sdk.deployments import Application, check_targets
 from muster.sdk.local import run_locally
-from muster.sdk.states import view_status
+from muster.sdk.states import format_failed, view_status
 from muster.sdk.translate import deploy_command
 from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
-from serve_common.errors import BadField, BusUnavailable, NotFound, PermanentError, ServeError
+from serve_common.errors import BadField, BusUnavailable, Conflict, NotFound, PermanentError, ServeError
 from serve_common.names import DEFAULT_APPLICATION, GoalId, check_name, check_route
 
 _log: Final = logging.getLogger("ray.serve")
@@ -117,8 +118,8 @@ def run_many(
         replies = [await _deploy(stack, app, each) for app, each in zip(apps, targets, strict=True)]
         if wait_for_applications_running:
             for app, reply in zip(apps, replies, strict=True):
-                failure = f"Deploying application '{app.name}' failed"
-                await _wait(stack, reply.goal_id, failure)
+                failure = f"Deploying application {app.name} failed"
+                await _wait(stack, reply.goal_id, failure, app)
                 if reply.updating:
                     await _wait_stopped(stack, app)
                 else:
@@ -172,7 +173,19 @@ async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> Cha
     logs = target.logging_config or get_client().logging_config
     command = deploy_command(app, logs, external_scaler=target.external_scaler_enabled)
     await upload_application(stack, app)
-    return await stack.admin.call(command)
+    try:
+        return await stack.admin.call(command)
+    except Conflict as error:
+        owner = _ROUTE_OWNER.match(str(error))
+        if owner is None:
+            raise
+        raise Conflict(
+            f'Prefix {app.route_prefix} is being used by application "{owner[1]}". '
+            f'Failed to deploy application "{app.name}".'
+        ) from error
+
+
+_ROUTE_OWNER: Final = re.compile(r"route_prefix: '.*' belongs to the endpoint '([^/']+)")
 
 
 async def upload_application(stack: Stack, app: BuiltApplication) -> None:
@@ -181,7 +194,9 @@ async def upload_application(stack: Stack, app: BuiltApplication) -> None:
         await stack.admin.upload_code(digest, data)
 
 
-async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:
+async def _wait(
+    stack: Stack, goal_id: GoalId | None, failure: str, app: BuiltApplication | None = None
+) -> None:
     if goal_id is None:
         return
     try:
@@ -189,7 +204,10 @@ async def _wait(stack: Stack, goal_id: GoalId | None, failure: str) -> None:
     except NotFound:
         return  # it ended so long ago that it was forgotten
     if goal.status is not GoalStatus.SUCCEEDED:
-        raise DeployFailed(f"{failure}: {goal.error or goal.message or goal.status.value}")
+        reason = goal.error or goal.message or goal.status.value
+        parts = [] if app is None else [each.name for each in app.deployments]
+        failed = [name for name in parts if app is not None and f"{app.name}/{name}: " in reason]
+        raise DeployFailed(f"{failure}: {format_failed(failed)}{reason}")
 
 
 async def _wait_stopped(stack: Stack, app: BuiltApplication) -> None:

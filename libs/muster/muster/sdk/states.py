@@ -51,12 +51,19 @@ def view_status(status: StatusView, applications: Sequence[ApplicationView]) -> 
 
 def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -> ApplicationStatusOverview:
     parts = [deployments[name] for name in app.deployments if name in deployments]
+    shown = {part.name.partition("/")[2]: _deployment(part) for part in parts}
+    failed = [name for name, each in shown.items() if each.status is DeploymentStatus.DEPLOY_FAILED]
     return ApplicationStatusOverview(
         status=_application_status(app),
-        message=app.message,
+        message=f"{format_failed(failed)}{app.message}",
         last_deployed_time_s=app.deployed_at,
-        deployments={part.name.partition("/")[2]: _deployment(part) for part in parts},
+        deployments=shown,
     )
+
+
+def format_failed(deployments: Sequence[str]) -> str:
+    """Ray Serve's words, which programs look for, for deployments that could not be deployed; "" for none."""
+    return f"Failed to update the deployments {list(deployments)}. " if deployments else ""
 
 
 def _application_status(app: ApplicationView) -> ApplicationStatus:

@@ -6,10 +6,12 @@ import asyncio
 import inspect
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any, Final, final
 
 import msgspec
+from starlette.requests import HTTPConnection
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from serve_common.errors import UserCodeRaised
@@ -51,6 +53,14 @@ def _as_json(value: Any) -> Any:
         return value.model_dump()
     if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
         return value.tolist()
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, HTTPConnection):
+        raise NotImplementedError(type(value).__name__)
+    if isinstance(value, Mapping):  # such as the headers of a request
+        return dict(value)
+    if attributes := getattr(value, "__dict__", None):  # an object of a plain class, as in Ray Serve
+        return attributes
     raise NotImplementedError(type(value).__name__)
 
 
@@ -60,7 +70,7 @@ class PlainStream(msgspec.Struct, frozen=True, gc=False):
     iterator: Iterator[Any]
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_as_json)
+_encoder = msgspec.json.Encoder(enc_hook=_as_json, decimal_format="number")
 
 
 def to_response(result: Any) -> WholeResponse | PlainStream | Response:
@@ -89,7 +99,10 @@ def to_response(result: Any) -> WholeResponse | PlainStream | Response:
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode ``value`` as JSON, including numpy and pydantic values. Raises `NotAResponse`."""
+    """Encode ``value`` as JSON: also numpy and pydantic values, paths, mappings, and objects by their attributes.
+
+    Raises `NotAResponse`.
+    """
     try:
         return _encoder.encode(value)
     except NotImplementedError as error:

@@ -384,16 +384,15 @@ class UserCode:
         gc.collect()
 
     def _find(self, name: str) -> Method:
-        public = name == "__call__" or not name.startswith("_")
-        function = getattr(self.target, name, None) if name and public else None
+        may_be_called = name == "__call__" or not name.startswith("__")
+        function = getattr(self.target, name, None) if name and may_be_called else None
         if not callable(function):
-            what = type(self.target).__name__
-            requested_method = repr(name) if name else "__call__"
             names = [known for known in dir(type(self.target)) if not known.startswith("_")][:_NAMES_MAX]
-            reason = f"is no method of {what}. Available methods: {names}" if public else "is private"
+            what = type(self.target).__name__
+            missing = f"Tried to call a method {name or '__call__'!r} that does not exist on {what}"
             if name in ("", "__call__") and self.asgi is not None:
-                reason = f"is no method of {what}, which takes HTTP requests only"
-            raise BadField("method_name", f"{requested_method} {reason}")
+                raise BadField("method_name", f"{missing}, which takes HTTP requests only")
+            raise BadField("method_name", f"{missing}. Available methods: {names}")
         if name == "__call__" and self._methods.get("") is None:
             raise BadField("method_name", f"{type(self.target).__name__} takes HTTP requests only")
         method = self._methods[name] = Method(function)

@@ -148,7 +148,7 @@ async def test_a_class_without_a_call_method_has_its_other_methods(app_dir: str)
     code = await UserCode.construct(goal("NotCallable"), app_dir)
 
     assert await code.call(method_name="other") == "other"
-    with pytest.raises(BadField, match="__call__ is no method of NotCallable"):
+    with pytest.raises(BadField, match="method '__call__' that does not exist on NotCallable"):
         await code.call("x")
     code.discard()
 
@@ -353,7 +353,7 @@ async def test_a_body_that_cannot_be_unpickled_says_so(code: UserCode) -> None:
     assert "ModuleNotFoundError: No module named 'nowhere'" in failed.message
 
 
-@pytest.mark.parametrize("method", ["missing", "_private"])
+@pytest.mark.parametrize("method", ["missing", "__reduce__"])
 async def test_a_method_that_is_not_there_is_named(code: UserCode, method: str) -> None:
     (failed,) = await call(code, method)
     assert isinstance(failed, Failed)
@@ -555,8 +555,14 @@ async def test_the_error_of_a_missing_method_lists_those_that_are_there() -> Non
 
         def _private(self) -> None: ...
 
-    with pytest.raises(BadField, match=r"'gone' is no method of Model\. Available methods: \['exists'\]"):
+    with pytest.raises(
+        BadField,
+        match=r"Tried to call a method 'gone' that does not exist on Model\. Available methods: \['exists'\]",
+    ):
         UserCode(Model(), None, 1).method("gone")
+    assert (
+        UserCode(Model(), None, 1).method("_private").function.__name__ == "_private"
+    )  # Ray Serve calls these too
 
 
 def test_a_missing_package_says_how_the_replica_gets_it() -> None:

@@ -6,11 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from starlette.background import BackgroundTask
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -143,6 +146,17 @@ def test_numpy_values_are_json_and_other_objects_are_refused_by_name() -> None:
     assert msgspec.json.decode(answer.body) == {"p": [1.5, 2.0], "n": 3}
     with pytest.raises(NotAResponse, match="holds a LazyRequest"):
         to_response([request_of(b"")])
+
+
+def test_paths_decimals_mappings_and_plain_objects_are_json_as_in_ray_serve() -> None:
+    class Prediction:
+        def __init__(self) -> None:
+            self.label, self.path = "cat", Path("/models/cat")
+
+    answer = to_response([Decimal("1.5"), Headers({"X-A": "b"}), Prediction()])
+
+    assert isinstance(answer, WholeResponse)
+    assert answer.body == b'[1.5,{"x-a":"b"},{"label":"cat","path":"/models/cat"}]'
 
 
 async def test_a_response_keeps_its_status_and_headers() -> None:
