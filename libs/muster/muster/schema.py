@@ -7,9 +7,19 @@ import logging
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from muster.config import (
     AutoscalingConfig,
@@ -141,7 +151,7 @@ class DeploymentSchema(BaseModel):
     """Number of replicas, or ``auto``."""
     max_ongoing_requests: PositiveInt | DEFAULT = DEFAULT.VALUE
     """Requests that a replica works on at once."""
-    max_queued_requests: int | DEFAULT = DEFAULT.VALUE
+    max_queued_requests: StrictInt | DEFAULT = DEFAULT.VALUE
     """Requests that may wait in each router; -1 for any number."""
     backpressure_config: BackpressureConfig | dict[str, Any] | DEFAULT = DEFAULT.VALUE
     """HTTP response when too many wait."""
@@ -149,13 +159,13 @@ class DeploymentSchema(BaseModel):
     """Value that ``reconfigure`` gets."""
     autoscaling_config: dict[str, Any] | AutoscalingConfig | DEFAULT | None = DEFAULT.VALUE
     """How the number of replicas follows the load."""
-    graceful_shutdown_wait_loop_s: float | DEFAULT = DEFAULT.VALUE
+    graceful_shutdown_wait_loop_s: NonNegativeFloat | DEFAULT = DEFAULT.VALUE
     """Least seconds that a replica drains."""
-    graceful_shutdown_timeout_s: float | DEFAULT = DEFAULT.VALUE
+    graceful_shutdown_timeout_s: NonNegativeFloat | DEFAULT = DEFAULT.VALUE
     """Most seconds that a replica drains."""
-    health_check_period_s: float | DEFAULT = DEFAULT.VALUE
+    health_check_period_s: PositiveFloat | DEFAULT = DEFAULT.VALUE
     """Seconds between health checks."""
-    health_check_timeout_s: float | DEFAULT = DEFAULT.VALUE
+    health_check_timeout_s: PositiveFloat | DEFAULT = DEFAULT.VALUE
     """Seconds before a health check counts as failed."""
     ray_actor_options: RayActorOptionsSchema | DEFAULT = DEFAULT.VALUE
     """Resources and environment of each replica."""
@@ -175,9 +185,9 @@ class DeploymentSchema(BaseModel):
     """Not supported."""
     deployment_actors: list[DeploymentActorConfig | dict[str, Any]] | DEFAULT | None = DEFAULT.VALUE
     """Not supported."""
-    rolling_update_percentage: float | DEFAULT = DEFAULT.VALUE
+    rolling_update_percentage: Annotated[float, Field(gt=0, le=1)] | DEFAULT = DEFAULT.VALUE
     """Share of the replicas that an update replaces at a time."""
-    max_surge_percent: int | DEFAULT = DEFAULT.VALUE
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | DEFAULT = DEFAULT.VALUE
     """Extra replicas during an update, in %."""
 
     @model_validator(mode="before")
@@ -240,6 +250,11 @@ class ServeApplicationSchema(BaseModel):
     external_scaler_enabled: bool = False
     """Says that ``muster scale`` is used from outside; no deployment may be autoscaled then."""
 
+    @staticmethod
+    def get_empty_schema_dict() -> dict[str, Any]:
+        """An application without deployments, to be filled in."""
+        return {"import_path": "", "runtime_env": {}, "deployments": []}
+
     @property
     def deployment_names(self) -> list[str]:
         """Names of the deployments with overridden options."""
@@ -266,7 +281,8 @@ class ServeApplicationSchema(BaseModel):
             )
         if value.startswith(separator) or value.endswith(separator):
             raise ValueError(
-                f'Got invalid import path "{value}". An import path may not start or end with "{separator}".'
+                f'Got invalid import path "{value}". An import path may not start or end with a '
+                f"{'colon' if separator == ':' else 'dot'}."
             )
         return value
 
@@ -336,7 +352,7 @@ class ServeDeploySchema(BaseModel):
     """Has no effect here: services are configured by OTEL_* variables."""
     applications: list[ServeApplicationSchema]
     """The applications."""
-    target_capacity: float | None = None
+    target_capacity: float | None = Field(default=None, ge=0, le=100)
     """Not supported."""
 
     @staticmethod
@@ -352,12 +368,16 @@ class ServeDeploySchema(BaseModel):
         if "" in names:
             raise ValueError("Application names must be nonempty.")
         if doubled := sorted({f'"{name}"' for name in names if names.count(name) > 1}):
-            raise ValueError(f"Found multiple configs for application {', '.join(doubled)}.")
+            raise ValueError(
+                f"Found multiple configs for application {', '.join(doubled)}. Please remove all duplicates."
+            )
         if doubled := sorted({f'"{route}"' for route in routes if routes.count(route) > 1}):
             raise ValueError(f"Found duplicate applications for route prefix {', '.join(doubled)}.")
         for app in value:
             if app.model_fields_set & {"host", "port"}:
-                raise ValueError(f"host and port of application `{app.name}` belong into http_options.")
+                raise ValueError(
+                    f"host and port of application `{app.name}` belong into http_options. Please remove it."
+                )
         return value
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 import muster as serve
 from muster.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
-from muster.schema import DeploymentSchema, LoggingConfig
+from muster.schema import DeploymentSchema, LoggingConfig, ServeApplicationSchema, ServeDeploySchema
 from muster.sdk.build import build_app
 from muster.sdk.translate import deploy_command
 from serve_common.api.commands import DeploymentSpec
@@ -209,6 +209,33 @@ def test_the_options_of_a_file_are_those_that_are_set() -> None:
     assert (changed.num_replicas, changed.ray_actor_options["num_cpus"]) == (2, 0.5)
     with pytest.raises(ValidationError):
         DeploymentSchema(name="Model", num_replica=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"graceful_shutdown_wait_loop_s": -1},
+        {"graceful_shutdown_timeout_s": -1},
+        {"health_check_period_s": 0},
+        {"health_check_timeout_s": 0},
+        {"max_queued_requests": "5"},
+        {"rolling_update_percentage": 1.5},
+        {"max_surge_percent": 101},
+    ],
+)
+def test_the_options_of_a_file_are_checked_where_they_are_written(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        DeploymentSchema(name="Model", **options)
+
+
+def test_a_file_has_ray_serves_limits_and_templates() -> None:
+    for capacity in (-1, 101):
+        with pytest.raises(ValidationError, match="target_capacity"):
+            ServeDeploySchema(applications=[], target_capacity=capacity)
+    empty = ServeApplicationSchema.get_empty_schema_dict()
+    assert empty == {"import_path": "", "runtime_env": {}, "deployments": []}
+    with pytest.raises(ValidationError, match="may not start or end with a dot"):
+        ServeApplicationSchema(import_path="module.")
 
 
 def test_nested_applications_become_handles_wherever_they_stand() -> None:
