@@ -204,10 +204,13 @@ async def test_a_reconfigure_renews_the_companions(driver: Driver) -> None:
     ("name", "message"),
     [
         ("absent", "method_name: Tried to call a method 'absent' that does not exist on App"),
-        ("__init__", "method_name: Tried to call a method '__init__' that does not exist on App"),
+        ("_secret", "method_name: '_secret' is private"),
+        ("__init__", "method_name: '__init__' is private"),
     ],
 )
-async def test_a_method_that_cannot_be_called_is_named(driver: Driver, name: str, message: str) -> None:
+async def test_only_public_methods_can_be_called_and_the_error_names_them(
+    driver: Driver, name: str, message: str
+) -> None:
     head, _ = await driver.call(method_name=name)
 
     assert isinstance(head, ErrorHead)

@@ -135,6 +135,11 @@ def _unsupported(schema: ServeDeploySchema) -> FoundErrors:
             except (TypeError, ValueError, ServeError) as error:
                 yield (*path, name), error.reason if isinstance(error, BadField) else str(error)
         for number, each in enumerate(app.deployments):
+            if each.name in app.deployment_names[:number]:
+                yield (
+                    (*path, "deployments", number, "name"),
+                    f"has options already: {each.name!r} is listed twice",
+                )
             for option, reason in _unsupported_options(each):
                 yield (*path, "deployments", number, *option), reason
 

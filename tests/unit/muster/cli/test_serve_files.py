@@ -263,6 +263,10 @@ def test_auto_puts_its_limits_under_the_codes_own(
             "applications:\n- import_path: a:b\n  runtime_env: {conda: x}\n",
             ["f.yaml:3: applications[0].runtime_env: runtime_env: 'conda' is not supported"],
         ),
+        (
+            f"{ONE}  - name: M\n    num_replicas: 2\n",
+            ["f.yaml:5: applications[0].deployments[1].name: has options already: 'M' is listed twice"],
+        ),
         ("target_capacity: 50\napplications: []\n", ["f.yaml:1: target_capacity: is not supported"]),
     ],
 )

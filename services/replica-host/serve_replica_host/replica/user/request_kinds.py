@@ -159,6 +159,8 @@ class RequestKinds:
     async def _call(self, exchange: ReplicaRequest) -> IoEvent:
         call = exchange.head.call
         name = "" if call is None else call.method_name
+        if name.startswith("_") and name != "__call__":  # callers over NATS are no code of the application
+            raise BadField("method_name", f"{name!r} is private")
         arguments = (_argument(exchange),) if self._code.method(name).takes_argument else ()
         response = to_response(await self._code.call(*arguments, method_name=name))
         if isinstance(response, WholeResponse):

@@ -31,6 +31,7 @@ from serve_common.protocol.frames import (
     RequestKind,
     ResponseHead,
 )
+from serve_common.runtime.request_context import set_replica_context
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.threads import LoopThread
 from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
@@ -451,6 +452,7 @@ def make_process(directory: Path, attribute: str, source: str = APP, **config: A
 def app_dir(tmp_path: Path) -> Iterator[Path]:
     with importable(tmp_path, unit_exit_app=APP):
         yield tmp_path
+    set_replica_context(None)  # which a process that was started leaves behind
 
 
 def in_time(function: Callable[[], Any]) -> Any:
