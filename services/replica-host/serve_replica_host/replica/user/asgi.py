@@ -30,6 +30,8 @@ from serve_replica_host.replica.io.response_frames import STATUS_SWITCHING
 from serve_replica_host.replica.io.response_stream import ResponseStream, is_full, wait_writable
 from serve_replica_host.replica.user.code import on_response_started
 
+_REQUEST_ID: Final = b"x-request-id"
+
 
 class CallerGone(OSError):
     """The caller is gone; frameworks handle it by its base class."""
@@ -142,11 +144,19 @@ def _scope(kind: str, head: RequestHead, state: Mapping[str, Any]) -> dict[str, 
         # In ASGI the path is the complete one, and root_path the prefix consumed by routing.
         "root_path": "" if head.route == "/" else head.route,
         "query_string": head.query.encode("latin-1", "replace"),
-        "headers": head.headers,
+        "headers": _headers(head),
         "client": _address(head.client),
         "server": _server(head),
         "state": dict(state),
     }
+
+
+def _headers(head: RequestHead) -> Headers:
+    """The request's headers with the id that it has in logs and response, whatever the client sent."""
+    headers = [header for header in head.headers if header[0] != _REQUEST_ID]
+    if head.request_id:
+        headers.append((_REQUEST_ID, head.request_id.encode("latin-1", "replace")))
+    return headers
 
 
 def _address(text: str) -> tuple[str, int] | None:

@@ -218,6 +218,19 @@ async def test_paths_are_those_of_an_application_mounted_at_the_route() -> None:
     assert (scope["client"], scope["server"]) == (("10.0.0.1", 5), ("api.example", 81))
 
 
+@pytest.mark.parametrize("sent", [[], [(b"x-request-id", b"one that the proxy refused")]])
+async def test_the_application_gets_the_id_of_the_request_as_a_header(
+    sent: list[tuple[bytes, bytes]],
+) -> None:
+    async def show(request: Request) -> JSONResponse:
+        return JSONResponse(request.headers.getlist("x-request-id"))
+
+    application = Starlette(routes=[Route("/app", show)])
+    rig = Rig(application=application)
+    answer = await rig.call("/app", method="GET", route="/", headers=[*sent, (b"host", b"h")])
+    assert answer.body == b'["r1"]'
+
+
 async def test_server_sent_events_leave_one_by_one_and_their_head_before_the_first() -> None:
     go: asyncio.Queue[str] = asyncio.Queue()
 
