@@ -10,6 +10,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -24,9 +26,12 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from muster.client.admin import connect_stack
+from muster.client.admin import AdminClient, connect_stack
 from muster.embedded import EmbeddedStack
+from muster.embedded.run_record import RunRecord
+from serve_common.api.queries import GetAllBackends
 from tests.support.dashboards import Question, all_questions, as_grafana_sends, dashboards, selectors
+from tests.support.documents import page
 from tests.support.identities import admin_address
 from tests.support.loads.seen_load import deploy, under_load
 from tests.support.paths import ROOT
@@ -81,11 +86,15 @@ OF_SLOW_MACHINES = {"MusterLoopLags", "MusterNatsUnhealthy", "MusterNatsUnreadab
 
 
 class Seen:
-    """Prometheus, and from when on it was worth asking."""
+    """Prometheus, from when on it was worth asking, and the stack."""
 
-    def __init__(self, prometheus: PrometheusServer, since: float) -> None:
+    def __init__(
+        self, prometheus: PrometheusServer, since: float, record: RunRecord, admin: AdminClient
+    ) -> None:
         self.prometheus = prometheus
         self.since = since
+        self.record = record
+        self.admin = admin
 
     def series(self, promql: str) -> list[dict[str, Any]]:
         """Labels and values over the time of the test, as a panel asks for them; an error is an AssertionError."""
@@ -130,7 +139,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
                 await asyncio.to_thread(prometheus.wait_for, "count(up == 1) == 3")
                 await deploy(reached.admin)
                 async with under_load(record.http_url):
-                    yield Seen(prometheus, since)
+                    yield Seen(prometheus, since, record, reached.admin)
         finally:
             await stack.stop()
 
@@ -207,6 +216,49 @@ async def test_alerts_begin_for_what_is_wrong_and_for_nothing_else(seen: Seen) -
 def begun_now(seen: Seen) -> set[str]:
     """Alerts that are pending or firing at this moment."""
     return {each["metric"]["alertname"] for each in seen.prometheus.query("ALERTS")}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_packers_of_the_example_follow_the_orders_that_wait(seen: Seen) -> None:
+    """``examples/order_queue.py``: replicas follow a PromQL, up and down again."""
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("MUSTER_")}
+    environment["MUSTER_STATE_DIR"] = seen.record.state_dir
+
+    async def shell(*words: str) -> str:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            words,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    async def until_packing(number: int) -> None:
+        give_up_at = time.monotonic() + DATA_LIMIT_S
+        while (found := await packers()) != (number, number):
+            assert time.monotonic() < give_up_at, found
+            await asyncio.sleep(0.2)
+
+    async def packers() -> tuple[int, int]:
+        (view,) = [b for b in await seen.admin.call(GetAllBackends()) if b.backend_tag == "orders/Packer"]
+        running = [replica for replica in view.replicas if replica.state == "running"]
+        return view.backend_config.num_replicas, len(running)
+
+    (block,) = [each for each in page("examples/README.md").blocks() if "order_queue.py" in each.text]
+    deploy_example, update, _ = block.commands()
+    await shell(sys.executable, *deploy_example[1:])
+    await shell(str(Path(sys.executable).parent / update[0]), *update[1:])
+    assert (await packers())[0] == 1
+    request = urllib.request.Request(f"{seen.record.http_url}/orders", b"40")
+    taken = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request, timeout=60)))
+    assert taken["waiting"] + taken["packed"] <= 40
+    await until_packing(3)
+    await until_packing(1)  # once fewer than ten wait
 
 
 # promtool itself judges the alert rules: they are rules, and each fires when it should and only then.
