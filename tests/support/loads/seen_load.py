@@ -19,7 +19,6 @@ from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.names import GoalId
-from serve_common.runtime.tasks import raise_if_cancelled
 from tests.support.paths import APPS
 
 APP_DIR: Final = APPS / "seen_app"
@@ -90,18 +89,19 @@ async def under_load(http_url: str) -> AsyncIterator[None]:
             lambda: _die(session),
         ]
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_for_ever(kind)) for kind in kinds]
+            over = asyncio.Event()
+            running = [tasks.create_task(_until(over, kind)) for kind in kinds]
             try:
                 yield
             finally:
+                over.set()  # a cancellation may be taken for the end of a request that took too long
                 for task in running:
                     task.cancel()
 
 
-async def _for_ever(kind: Callable[[], Awaitable[None]]) -> None:
-    while True:
+async def _until(over: asyncio.Event, kind: Callable[[], Awaitable[None]]) -> None:
+    while not over.is_set():
         await kind()
-        raise_if_cancelled()  # it may have been taken for the end of a request
         await asyncio.sleep(0.02)  # a pace: there is no need for all that the machine can bear
 
 
