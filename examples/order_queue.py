@@ -42,8 +42,10 @@ class Orders:
         self._waiting: asyncio.Queue[int] = asyncio.Queue(ORDERS_MAX)
         self._gauge = Gauge("orders_waiting", "Orders that no packer has yet.")
         self._taken = self._packed = 0
-        loop = asyncio.get_running_loop()
-        self._work = [loop.create_task(self._have_packed()) for _ in range(PACKERS_MAX)]
+        self._work = [
+            asyncio.create_task(self._have_packed())  # noqa: TID251 - user code, which knows no owner but itself
+            for _ in range(PACKERS_MAX)
+        ]
 
     async def _have_packed(self) -> None:
         while True:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -21,6 +19,7 @@ import websockets
 from muster.embedded import EmbeddedStack
 from tests.support.documents import page
 from tests.support.paths import ROOT
+from tests.support.programs import run_beside
 from tests.support.servers.reserved_port import ANY_PORTS
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
@@ -31,23 +30,11 @@ class Examples:
 
     def __init__(self, state_dir: str, url: str) -> None:
         self.url = url
-        self._environment = {n: v for n, v in os.environ.items() if not n.startswith("MUSTER_")}
-        self._environment["MUSTER_STATE_DIR"] = state_dir
+        self._state_dir = state_dir
 
     async def shell(self, *words: str) -> str:
         """What a program prints that succeeds."""
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return await run_beside(self._state_dir, sys.executable, *words)
 
     async def ask(self, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
         """The status and the JSON of a response."""

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import time
 import urllib.error
@@ -35,6 +34,7 @@ from tests.support.documents import page
 from tests.support.identities import admin_address
 from tests.support.loads.seen_load import deploy, under_load
 from tests.support.paths import ROOT
+from tests.support.programs import run_beside
 from tests.support.servers.prometheus_server import (
     REQUIRED,
     PrometheusServer,
@@ -221,22 +221,7 @@ def begun_now(seen: Seen) -> set[str]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_packers_of_the_example_follow_the_orders_that_wait(seen: Seen) -> None:
     """``examples/order_queue.py``: replicas follow a PromQL, up and down again."""
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("MUSTER_")}
-    environment["MUSTER_STATE_DIR"] = seen.record.state_dir
-
-    async def shell(*words: str) -> str:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            words,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    state_dir = seen.record.state_dir
 
     async def until_packing(number: int) -> None:
         give_up_at = time.monotonic() + DATA_LIMIT_S
@@ -251,8 +236,8 @@ async def test_the_packers_of_the_example_follow_the_orders_that_wait(seen: Seen
 
     (block,) = [each for each in page("examples/README.md").blocks() if "order_queue.py" in each.text]
     deploy_example, update, _ = block.commands()
-    await shell(sys.executable, *deploy_example[1:])
-    await shell(str(Path(sys.executable).parent / update[0]), *update[1:])
+    await run_beside(state_dir, sys.executable, *deploy_example[1:])
+    await run_beside(state_dir, str(Path(sys.executable).parent / update[0]), *update[1:])
     assert (await packers())[0] == 1
     request = urllib.request.Request(f"{seen.record.http_url}/orders", b"40")
     taken = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request, timeout=60)))

@@ -180,7 +180,10 @@ class ItemStream:
             elif not is_ended:
                 return NOTHING_YET
             elif self._failure is not None:
-                failure, self._failure = self._failure, None  # like a generator that failed: next, its end
+                failure, self._failure = self._failure, None
+                self._reader = (
+                    ItemReader()
+                )  # the end follows, as of a generator that failed, also within an item
                 raise failure.with_traceback(None)
             elif not self._reader.is_between_items:
                 raise ResponseUnusable("the stream ended within an item")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from muster.sdk.translate import deploy_command
 from serve_common.api.commands import ChangeReply, DeleteApplication, SetHttpOptions, Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
-from serve_common.errors import BadField, BusUnavailable, Conflict, NotFound, PermanentError, ServeError
+from serve_common.errors import BadField, BusUnavailable, NotFound, PermanentError, ServeError
 from serve_common.names import DEFAULT_APPLICATION, GoalId, check_name, check_route
 
 _log: Final = logging.getLogger("ray.serve")
@@ -173,19 +172,7 @@ async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> Cha
     logs = target.logging_config or get_client().logging_config
     command = deploy_command(app, logs, external_scaler=target.external_scaler_enabled)
     await upload_application(stack, app)
-    try:
-        return await stack.admin.call(command)
-    except Conflict as error:
-        owner = _ROUTE_OWNER.match(str(error))
-        if owner is None:
-            raise
-        raise Conflict(
-            f'Prefix {app.route_prefix} is being used by application "{owner[1]}". '
-            f'Failed to deploy application "{app.name}".'
-        ) from error
-
-
-_ROUTE_OWNER: Final = re.compile(r"route_prefix: '.*' belongs to the endpoint '([^/']+)")
+    return await stack.admin.call(command)
 
 
 async def upload_application(stack: Stack, app: BuiltApplication) -> None:

@@ -314,10 +314,11 @@ async def test_a_stream_that_is_whole_at_once_is_a_stream(world: World) -> None:
     assert [item async for item in response] == []
 
 
-async def test_what_breaks_a_stream_comes_after_its_pickled_items(world: World) -> None:
+@pytest.mark.parametrize("rest", [b"", pickled_items(2)[:-1]])
+async def test_what_breaks_a_stream_comes_after_its_pickled_items(world: World, rest: bytes) -> None:
     response = stream(world.handle(), 3)
     sent = await world.sent()
-    sent.open(pickled_items(1))
+    sent.open(pickled_items(1) + rest)
     raised = Raised(pickle.dumps(KeyError("digit")), "Traceback: line 7")
     await world.settle()
     sent.say(ErrorHead("user_code_raised", 500, "KeyError", 0), msgspec.msgpack.encode(raised))

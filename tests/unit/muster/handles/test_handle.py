@@ -39,11 +39,7 @@ from muster.handles.runtime import find_bus, find_bus_outside_replica
 from muster.handles.wakeups import Wakers, make_waiter, wait_in_thread
 from muster.secrets import generate
 from serve_common.config.backend import BackpressureConfig
-from serve_common.dispatch.errors import (
-    BackendStopped,
-    CircuitOpen,
-    ResponseUnusable,
-)
+from serve_common.dispatch.errors import BackendStopped, CircuitOpen, ResponseUnusable
 from serve_common.errors import (
     BadField,
     BusUnavailable,
@@ -472,8 +468,9 @@ async def test_a_broadcast_to_nobody_is_told(world: World, monkeypatch: pytest.M
     world.deploy("default/a", replicas=0)
     assert not await asyncio.to_thread(world.handle().running_replicas_populated)
     assert await world.handle().broadcast("reset").results_async() == []
-    with pytest.raises(DeploymentUnavailableError, match="default/nobody"):
+    with pytest.raises(NotFound, match="default/nobody") as gone:
         await world.handle("nobody").broadcast("reset").results_async()
+    assert isinstance(gone.value, DeploymentUnavailableError)  # as Ray Serve's programs know it
     world.is_connected = False
     world.deploy("default/a")
     with pytest.raises(BusUnavailable, match="does not wait"):

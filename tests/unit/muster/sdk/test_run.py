@@ -42,7 +42,7 @@ from serve_common.api.views import (
 from serve_common.api.views import DeploymentStatus as Health
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, ReplicaConfig
-from serve_common.errors import BusUnavailable, Conflict
+from serve_common.errors import BusUnavailable
 from serve_common.names import BackendTag, GoalId, ReplicaTag
 from serve_common.runtime.request_context import CurrentReplica, set_replica_context
 from serve_common.runtime.settings import BusSettings
@@ -155,20 +155,6 @@ async def test_what_never_serves_or_is_gone_is_told(monkeypatch: pytest.MonkeyPa
     for gone in (msgspec.structs.replace(STATUS, deployments=[]), changed(status=Health.DELETING)):
         with pytest.raises(DeployFailed, match="deleted meanwhile"):
             await wait(gone)
-
-
-async def test_a_route_of_another_application_is_refused_in_ray_serves_words() -> None:
-    class Admin:
-        async def upload_code(self, *_: object) -> None: ...
-
-        async def call(self, _: object) -> None:
-            raise Conflict("route_prefix: '/same' belongs to the endpoint 'one/f'")
-
-    app = serve.deployment(lambda: 1).options(name="f").bind()
-    target = run_module.RunTarget(app, "two", "/same", serve.schema.LoggingConfig())
-    built = build_app(app, name="two", route_prefix="/same")
-    with pytest.raises(Conflict, match=r'^Prefix /same is being used by application "one"\.'):
-        await run_module._deploy(cast(Stack, SimpleNamespace(admin=Admin())), built, target)
 
 
 # -- in a replica --

@@ -196,7 +196,11 @@ def check_route_free(
         if other == of or BackendTag(other) in but:
             continue
         if checkpoint.endpoints[other].target.route == route or not _are_one(checkpoint, of, other):
-            raise Conflict(f"{field}: {route!r} belongs to the endpoint {other!r}")
+            deployment = checkpoint.deployments.get(BackendTag(other))
+            owner = "" if deployment is None else deployment.application
+            # The second sentence is Ray Serve's, whose programs look for it.
+            suffix = f'. Prefix {route} is being used by application "{owner}"' if owner else ""
+            raise Conflict(f"{field}: {route!r} belongs to the endpoint {other!r}{suffix}")
 
 
 def _are_one(checkpoint: Checkpoint, one: EndpointTag, other: EndpointTag) -> bool:

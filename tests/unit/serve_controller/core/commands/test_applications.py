@@ -275,8 +275,14 @@ def test_a_bad_value_is_refused_with_its_path_and_nothing_changes(
 def test_the_route_of_another_endpoint_is_refused() -> None:
     loop = loop_of()
     loop.done(deploy("a", route="/shop"))
-    with pytest.raises(Conflict, match="route_prefix: '/shop' belongs to the endpoint 'default/a'"):
+    with pytest.raises(Conflict, match=r"route_prefix: '/shop' belongs to the endpoint 'default/a'$"):
         loop.command(application(spec("front"), route="/shop"))
+    loop.done(application(spec("front"), route="/other"))
+    words = (
+        r"'/other' belongs to the endpoint 'app/front'\. Prefix /other is being used by application \"app\"$"
+    )
+    with pytest.raises(Conflict, match=words):
+        loop.command(deploy("b", route="/other"))
 
 
 def test_the_names_of_backends_and_endpoints_are_not_taken_over() -> None:
