@@ -53,7 +53,7 @@ RATE_LIMIT = "serve_proxy.middlewares.rate_limit:rate_limit"
 FORGED = (
     "X-API-Key-Name: admin\r\nX_API_Key_Name: admin\r\nX-Api_Key-Name: admin\r\n"
     "X-Forwarded-For: 6.6.6.6\r\nX_Forwarded_For: 6.6.6.6\r\nForwarded: for=6.6.6.6\r\nX-Real-IP: 6.6.6.6\r\n"
-    "X-Forwarded-Proto: https\r\nX-Forwarded-Host: bank.example\r\nX-Forwarded-Port: 6666\r\n"
+    "X-Forwarded-Proto: https\r\nX-Forwarded-Host: bank.example\r\nX-Forwarded-Port: 6666\r\nX_Request_ID: forged\r\n"
     "Connection: {connection}X-API-Key-Name, X-Forwarded-For, X-Forwarded-Host, X-Own\r\nX-Own: 1\r\n"
 )
 
@@ -135,8 +135,12 @@ async def test_no_header_of_a_client_takes_away_or_stands_in_for_what_the_proxy_
                 "X_FORWARDED_FOR": "127.0.0.1", "X_FORWARDED_PROTO": "http", "X_FORWARDED_HOST": "h"
             }, way  # fmt: skip
             assert "X_OWN" not in seen
+            request_id = seen.pop(
+                "X_REQUEST_ID"
+            )  # which the replica adds, by what the proxy says of the request
             if way != "socket":  # of those no copies are made
                 await shadow.wait(lambda number=number: len(shadow.seen) == number)
+                assert request_id == shadow.seen[-1].request_id
                 copied = {
                     bytes(name).decode(): bytes(value).decode() for name, value in shadow.seen[-1].headers
                 }
