@@ -629,6 +629,54 @@ async def test_rays_objects_are_arguments_and_its_tasks_run_in_replicas_beside_a
     assert printed == programs_of.recorded()["ray_tasks"]
 
 
+RANKS = """
+import time
+
+import muster as serve
+from muster.schema import ReplicaRank
+
+
+@serve.deployment(num_replicas=3, ray_actor_options={"num_cpus": 0.1})
+class Shard:
+    def __init__(self):
+        self.at_start = serve.get_replica_context().rank.rank
+        self.told = []
+
+    def reconfigure(self, user_config, rank: ReplicaRank):
+        assert isinstance(rank, ReplicaRank), rank
+        self.told.append(rank.rank)
+
+    def ranks(self):
+        context = serve.get_replica_context()
+        return context.rank.rank, context.rank.local_rank, context.world_size, self.at_start, self.told[-1]
+
+
+def ranks(handle, wanted):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = sorted(handle.broadcast("ranks").results())
+        if [(rank, local, world) for rank, local, world, _, _ in found] == [(n, n, wanted) for n in range(wanted)]:
+            return found
+        time.sleep(0.1)
+    return f"not {wanted}: {found}"
+
+
+handle = serve.run(Shard.bind(), name="shards", route_prefix=None)
+print(ranks(handle, 3))
+serve.run(Shard.options(num_replicas=2).bind(), name="shards", route_prefix=None)
+print(ranks(handle, 2))
+serve.delete("shards")
+"""
+
+
+def test_replicas_have_ranks_without_gaps_and_learn_of_new_ones(tmp_path: Path) -> None:
+    done = run(tmp_path, None, RANKS)
+    assert done.returncode == 0, done.stderr
+    three, two = done.stdout.splitlines()
+    assert three == "[(0, 0, 3, 0, 0), (1, 1, 3, 1, 1), (2, 2, 3, 2, 2)]"
+    assert two == "[(0, 0, 2, 0, 0), (1, 1, 2, 1, 1)]"
+
+
 def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     trust = Certificate(tmp_path).trust()

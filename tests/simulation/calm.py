@@ -174,6 +174,14 @@ def check_converged(world: World) -> None:
             wanted = None if version is None else version.backend_config.user_config
             has = host.runs_with[replica.replica_tag]
             check(has == wanted, f"{replica.replica_tag} runs with {has!r}, not with {wanted!r}")
+            held = host.state.replicas[replica.replica_tag]
+            ranked = (held.requested_rank, held.requested_world_size)
+            check(
+                ranked == (replica.rank, len(rows)),
+                f"{replica.replica_tag} was told {ranked}, not {replica.rank} of {len(rows)}",
+            )
+        ranks = sorted(-1 if r.rank is None else r.rank.rank for r in rows.values())
+        check(ranks == list(range(len(rows))), f"the ranks of {tag} are {ranks}")
         for proxy in world.proxies:
             known = proxy.backends.get(tag)
             check(

@@ -16,6 +16,7 @@ from opentelemetry.context import get_current
 from muster.sdk.absent import absent
 from serve_common.errors import PermanentError
 from serve_common.names import BackendTag, DeploymentID, ReplicaTag
+from serve_common.protocol.reports import ReplicaRank
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 
 __all__ = [
@@ -76,6 +77,12 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     servable_object: object
     """The constructed object of the user's class, or the function; None until the constructor has returned."""
 
+    rank: ReplicaRank
+    """Its number among the replicas of the deployment, of its host, and among those on its host, each from 0. Numbers
+    change while replicas come and go; once all wanted ones run, there are no gaps."""
+    world_size: int
+    """Number of replicas that the deployment should have."""
+
     gang_context: None = None
     """There are no gangs."""
 
@@ -83,6 +90,9 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     def replica_id(self) -> ReplicaID:
         """``replica_tag``, with the names that Ray Serve gives its parts."""
         return ReplicaID(self.replica_tag)
+
+
+_FIRST_RANK: Final = ReplicaRank(rank=0, node_rank=0, local_rank=0)
 
 
 def get_replica_context() -> ReplicaContext:
@@ -98,6 +108,8 @@ def get_replica_context() -> ReplicaContext:
         replica_tag=replica.replica_tag,
         code_version=str(replica.code_version),
         servable_object=replica.servable_object,
+        rank=replica.rank or _FIRST_RANK,
+        world_size=max(1, replica.world_size),
     )
 
 

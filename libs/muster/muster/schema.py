@@ -33,6 +33,7 @@ from muster.config import (
 )
 from muster.sdk.absent import absent
 from serve_common.config.backend import LOG_ATTRIBUTES
+from serve_common.protocol import reports
 
 
 class DEFAULT(Enum):
@@ -413,15 +414,8 @@ class DeploymentStatus(str, Enum):
     DOWNSCALING = "DOWNSCALING"
 
 
-class ReplicaRank(BaseModel):
-    """A number of each replica; Muster gives none yet."""
-
-    rank: int
-    """Number among all replicas of the deployment, from 0."""
-    node_rank: int
-    """Number of its machine among those of the deployment, from 0."""
-    local_rank: int
-    """Number among the deployment's replicas on its machine, from 0."""
+ReplicaRank = reports.ReplicaRank
+"""Numbers of a replica, in its context and for its ``reconfigure``."""
 
 
 class DeploymentStatusTrigger(str, Enum):

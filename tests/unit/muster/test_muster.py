@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import muster as serve
+from muster.schema import ReplicaRank
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import CurrentReplica, set_replica_context
 from serve_common.runtime.settings import BusSettings
@@ -63,6 +64,10 @@ def test_the_replica_is_known_in_a_replica_only() -> None:
         assert found.replica_id.unique_id == "7"
         assert found.servable_object is servable
         assert "secret" not in repr(found)
+        assert (found.rank, found.world_size) == (ReplicaRank(rank=0, node_rank=0, local_rank=0), 1)
+        context.rank, context.world_size = ReplicaRank(rank=4, node_rank=1, local_rank=2), 5
+        assert serve.get_replica_context().rank is context.rank
+        assert serve.get_replica_context().world_size == 5
         context.backend_tag = BackendTag("bare")
         found = serve.get_replica_context()
         assert (found.app_name, found.deployment) == ("", "bare")

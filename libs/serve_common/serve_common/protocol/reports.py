@@ -48,6 +48,17 @@ class ReplicaStatus(Enum):
     """It was running and its process ended unexpectedly. Reported until the goal omits it."""
 
 
+class ReplicaRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of one replica among those of its backend, each from 0 and without gaps once all wanted ones run."""
+
+    rank: Count
+    """Number among all replicas."""
+    node_rank: Count
+    """Number of its host among those that run replicas of the backend."""
+    local_rank: Count
+    """Number among the replicas on its host."""
+
+
 class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     """One replica that a host should run."""
 
@@ -72,6 +83,10 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     peer_versions: dict[BackendTag, Count] = {}
     """Code versions of the same application's other backends when this replica was decided: its requests prefer
     replicas of these, so that a chain keeps to one version of the application during an update."""
+    rank: ReplicaRank | None = None
+    """None from a controller that gave none. The host passes on a new one without a new configuration."""
+    world_size: Count = 0
+    """Number of replicas wanted of the backend; 0 from such a controller."""
 
 
 class HostGoal(msgspec.Struct, frozen=True, kw_only=True):

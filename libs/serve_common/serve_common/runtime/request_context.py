@@ -11,6 +11,7 @@ import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import Login
+from serve_common.protocol.reports import ReplicaRank
 from serve_common.runtime.settings import BusSettings
 from serve_common.telemetry.trace_context import parse_trace_id
 
@@ -99,6 +100,9 @@ class CurrentReplica(msgspec.Struct, kw_only=True):
     code_version: int
     peer_versions: dict[BackendTag, int]
     """As in `ReplicaGoal`; a reconfigure may renew it."""
+    rank: ReplicaRank | None = None
+    """As in `ReplicaGoal`, and `world_size` too; a reconfigure may renew both."""
+    world_size: int = 0
     servable_object: object = None
     """The user's constructed object; None until the constructor has returned."""
     publish_models: Callable[[Sequence[str]], None] | None = None

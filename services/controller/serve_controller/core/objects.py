@@ -17,6 +17,7 @@ from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.config.runtime_env import setup_seconds
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_ordinal
+from serve_common.protocol.reports import ReplicaRank
 from serve_common.protocol.snapshots import Snapshot
 
 
@@ -90,6 +91,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """Earliest time of the next start, seconds since 1970."""
     autoscaling_paused: str = ""
     """Command that paused autoscaling; empty while it is active or not configured. Outlives a deploy."""
+    world_size: int = 0
+    """The number of wanted replicas that hosts were last told."""
 
     def versions(self) -> list[BackendVersion]:
         """Every version that a replica may have."""
@@ -224,6 +227,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """While stopping: its host ends it without draining."""
     peer_versions: dict[BackendTag, int] = {}
     """Code versions of its application's other backends when it was placed; its requests prefer those."""
+    rank: ReplicaRank | None = None
+    """Its ranks among the backend's replicas; None until it is placed."""
 
     @property
     def ordinal(self) -> int:

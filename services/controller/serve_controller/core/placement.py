@@ -20,7 +20,7 @@ from serve_controller.core.observed import HostStatus, ObservedState, host_statu
 
 GOAL_BYTES_MAX: Final = 900_000
 """A host's whole goal must fit into one NATS message: max_payload is 1 MiB by default; the rest is the envelope."""
-_GOAL_BYTES_EACH: Final = 650
+_GOAL_BYTES_EACH: Final = 750
 """Bytes of one replica without its users' values: names of fields, tags of the greatest length, numbers."""
 
 NO_PEER_VERSIONS: Final[Mapping[BackendTag, int]] = {}

@@ -406,7 +406,8 @@ def _host_goal(checkpoint: Checkpoint, host_id: HostId, number: tuple[int, int])
 
 
 def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
-    version = checkpoint.backends[replica.backend_tag].get_version(replica.config_version)
+    backend = checkpoint.backends[replica.backend_tag]
+    version = backend.get_version(replica.config_version)
     assert version is not None, f"{replica.replica_tag} runs a version that is forgotten"
     config = version.backend_config
     return ReplicaGoal(
@@ -425,4 +426,6 @@ def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
         may_call=config.may_call,
         code_version=replica.code_version,
         peer_versions=replica.peer_versions,
+        rank=replica.rank,
+        world_size=backend.world_size,
     )

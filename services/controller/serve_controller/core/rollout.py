@@ -16,6 +16,7 @@ from serve_common.names import BackendTag, replica_tag
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import Backend, Replica, ReplicaState
 from serve_controller.core.placement import Ledger, Placer, estimate_goal_bytes, resource_needs
+from serve_controller.core.ranks import FreeRanks, renew_ranks
 from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, TransitionEvent
 
@@ -197,6 +198,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
     peer_versions = get_peer_versions(draft, backend.backend_tag)
     placer = Placer(ledger, backend.backend_tag, backend.target, peer_versions)
+    ranks = FreeRanks(draft.get_replicas(backend.backend_tag).values())
     for number, replica in enumerate(waiting):
         host_id = placer.place()
         if host_id is None:
@@ -214,6 +216,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
                 needs=placer.needs,
                 goal_bytes=placer.goal_bytes,
                 peer_versions=peer_versions,
+                rank=ranks.assign(replica.replica_tag, host_id),
             )
         )
 
@@ -339,6 +342,7 @@ def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     stop_old(draft, ledger, draft.backends[tag], now)
     reconfigure(draft, ledger, draft.backends[tag], now)
     remove_from_host_goals(draft, draft.backends[tag])
+    renew_ranks(draft, draft.backends[tag])
     _prune_versions(draft, draft.backends[tag])
 
 

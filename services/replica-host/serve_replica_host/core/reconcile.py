@@ -126,6 +126,8 @@ def _start_replicas(state: HostState, now: float, actions: list[Action]) -> Host
                 has_process=True,
                 start_by=now + replica.goal.start_timeout_s,
                 requested_config_version=replica.goal.config_version,
+                requested_rank=replica.goal.rank,
+                requested_world_size=replica.goal.world_size,
                 error="",
             )
             state = put_replica(state, ordered)
@@ -204,14 +206,19 @@ def _configure(replica: HostedReplica, now: float, actions: list[Action]) -> Hos
             config_error_version=replica.requested_config_version,
             error=f"reconfigure took longer than {replica.goal.start_timeout_s:g} s",
         )
-    if replica.goal.config_version <= replica.requested_config_version:
+    goal = replica.goal
+    is_ranked = (goal.rank, goal.world_size) == (replica.requested_rank, replica.requested_world_size)
+    requested = replica.requested_config_version
+    if goal.config_version < requested or (goal.config_version == requested and is_ranked):
         return replica
-    actions.append(ReconfigureReplica(replica.goal))
+    actions.append(ReconfigureReplica(goal))
     return msgspec.structs.replace(
         replica,
         is_reconfiguring=True,
-        reconfigure_by=now + replica.goal.start_timeout_s,
-        requested_config_version=replica.goal.config_version,
+        reconfigure_by=now + goal.start_timeout_s,
+        requested_config_version=goal.config_version,
+        requested_rank=goal.rank,
+        requested_world_size=goal.world_size,
     )
 
 

@@ -14,6 +14,7 @@ from serve_common.protocol.reports import (
     HostGoal,
     HostReport,
     ReplicaGoal,
+    ReplicaRank,
     ReplicaReport,
     ReplicaStatus,
 )
@@ -49,6 +50,9 @@ class HostedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """The applied version."""
     requested_config_version: int = 0
     """The version requested last: in progress, applied, or refused by the user's code."""
+    requested_rank: ReplicaRank | None = None
+    requested_world_size: int = 0
+    """These two as passed on last."""
     is_reconfiguring: bool = False
     reconfigure_by: float | None = None
     """Deadline of the reconfigure in progress."""

@@ -138,6 +138,8 @@ class ReplicaProcess:
             may_call=goal.may_call,
             code_version=goal.code_version,
             peer_versions=dict(goal.peer_versions),
+            rank=goal.rank,
+            world_size=goal.world_size,
             publish_models=self._publish_models,
         )
         set_replica_context(context)
@@ -164,9 +166,14 @@ class ReplicaProcess:
         code, bus_io = self._code, self._io
         if code is None or bus_io is None:
             return "the replica does not run"
-        has_config = goal.user_config is not None
-        if has_config and goal.user_config != self._order.goal.user_config:
-            error = self._call_user(code.reconfigure, goal.user_config)
+        context, before = current_replica(), self._order.goal
+        if context is not None:  # as the code must see them when it is told of them
+            context.rank, context.world_size = goal.rank, goal.world_size
+        if (goal.user_config, goal.rank) != (before.user_config, before.rank):
+            self._order = msgspec.structs.replace(
+                self._order, goal=msgspec.structs.replace(before, rank=goal.rank)
+            )
+            error = self._call_user(code.reconfigure, goal.user_config, goal.rank)
             if error is not None:
                 return error
         if goal.max_concurrent_queries != bus_io.max_concurrent_queries:
@@ -177,7 +184,6 @@ class ReplicaProcess:
                 self._logs.configure(goal.logging_config)
             self._user.loop.call_soon_threadsafe(self._log_requests, bus_io, goal.logging_config)
         self._order = msgspec.structs.replace(self._order, goal=goal)
-        context = current_replica()
         if context is not None:
             context.code_version = goal.code_version
             context.may_call = goal.may_call

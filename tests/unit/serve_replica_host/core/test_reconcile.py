@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.protocol.reports import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
+from serve_common.protocol.reports import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaRank, ReplicaStatus
 from serve_replica_host.core.events import (
     TRANSITIONS,
     Constructed,
@@ -355,6 +355,30 @@ def test_a_new_configuration_is_applied_once_and_the_newest_follows() -> None:
     assert world.hear(Reconfigured(TAG, 2, None)) == [ReconfigureReplica(third)]
     assert world.hear(Reconfigured(TAG, 3, None)) == []
     assert world.held(TAG).config_version == 3
+
+
+def test_a_new_rank_is_passed_on_once_without_a_new_configuration() -> None:
+    world = World()
+    world.run(ONE)
+    rank = ReplicaRank(rank=2, node_rank=1, local_rank=0)
+    ranked, larger = replica(1, rank=rank, world_size=3), replica(1, rank=rank, world_size=4)
+
+    assert world.want(ranked) == [ReconfigureReplica(ranked)]
+    assert world.want(larger) == []
+    assert world.hear(Reconfigured(TAG, 1, None)) == [ReconfigureReplica(larger)]
+    assert world.hear(Reconfigured(TAG, 1, None)) == []
+    assert world.want(larger) == []
+    assert world.held(TAG).config_version == 1
+
+
+def test_a_replica_starts_with_the_rank_of_its_newest_goal() -> None:
+    rank = ReplicaRank(rank=1, node_rank=0, local_rank=1)
+    world = World()
+    goal = replica(1, rank=rank, world_size=2)
+
+    assert world.want(goal) == [StartReplica(goal)]
+    assert world.hear(Placed(TAG, 1)) == []
+    assert world.hear(Constructed(TAG, 1)) == []
 
 
 def test_a_configuration_that_raised_is_reported_and_not_tried_again() -> None:

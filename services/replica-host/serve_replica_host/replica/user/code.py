@@ -23,7 +23,7 @@ from serve_common.config.backend import ReplicaConfig
 from serve_common.errors import BadField
 from serve_common.protocol.code import CodeCorrupt, check_code, strip_header
 from serve_common.protocol.frames import CallHead, RequestKind
-from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal, ReplicaRank
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.tasks import TaskOwner, cancellations
 from serve_common.telemetry.request_traces import get_traceparent, get_tracestate, parse_span_context
@@ -254,10 +254,10 @@ class UserCode:
     """One constructed object or one function. All methods run on the user loop.
 
     This class is the whole contract with user code, the same as Ray Serve's. ``import_path`` names a class, whose
-    instance takes requests in ``__call__`` and may have ``reconfigure(user_config)`` and ``check_health()``; or a
-    function that takes requests; or an ASGI application. Each may be plain or async. A class whose ``__muster_asgi__``
-    is an ASGI application (or a function that returns one) handles HTTP by that; its other methods can be called by
-    handles.
+    instance takes requests in ``__call__`` and may have ``reconfigure(user_config)``, with a parameter ``rank`` if it
+    likes, and ``check_health()``; or a function that takes requests; or an ASGI application. Each may be plain or
+    async. A class whose ``__muster_asgi__`` is an ASGI application (or a function that returns one) handles HTTP by
+    that; its other methods can be called by handles.
     """
 
     def __init__(
@@ -315,8 +315,7 @@ class UserCode:
         code = cls(target, handler, goal.max_concurrent_queries, asgi)
         if asgi is not None:
             await asgi.start()
-        if goal.user_config is not None:
-            await code.reconfigure(goal.user_config)
+        await code.reconfigure(goal.user_config, goal.rank)
         return code
 
     @property
@@ -348,12 +347,15 @@ class UserCode:
         result = await self._threads.run(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
-    async def reconfigure(self, user_config: Any) -> None:
-        """Apply ``user_config``. Raises `UserCodeUnusable` when the code cannot be reconfigured."""
+    async def reconfigure(self, user_config: Any, rank: ReplicaRank | None = None) -> None:
+        """Apply what there is, ``rank`` only to a method with a parameter of that name. Raises `UserCodeUnusable`."""
         method = getattr(self.target, "reconfigure", None)
+        takes_rank = callable(method) and "rank" in inspect.signature(method).parameters
+        if user_config is None and not takes_rank:
+            return
         if method is None:
             raise UserCodeUnusable("user_config is set, but the code has no reconfigure(user_config)")
-        await _await_result(method(user_config))
+        await _await_result(method(user_config, rank=rank) if takes_rank else method(user_config))
 
     async def check_health(self) -> None:
         """Run the user's ``check_health``, and raise what it raises; without one, only the loop is checked."""

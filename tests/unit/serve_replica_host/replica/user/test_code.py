@@ -21,7 +21,7 @@ from serve_common.dispatch.errors import BackPressureError
 from serve_common.errors import BadField, DeadlineExceeded, UserCodeRaised
 from serve_common.names import BackendTag
 from serve_common.protocol.frames import CallHead, Raised, RequestHead, RequestKind
-from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal, ReplicaRank
 from serve_common.protocol.snapshots import BackendProtection
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_replica_host.replica.io.request import (
@@ -52,6 +52,14 @@ class Async:
         self.config = user_config
     async def __call__(self, request):
         return [request, self.a, self.b, self.config, threading.current_thread().name]
+
+class Ranked:
+    def __init__(self):
+        self.told = []
+    async def reconfigure(self, user_config, rank):
+        self.told.append((user_config, rank))
+    def __call__(self):
+        pass
 
 class Plain:
     def __call__(self, request):
@@ -110,6 +118,25 @@ async def test_a_class_is_constructed_with_its_arguments_and_reconfigured_before
     answer = await code.call("request")
 
     assert answer == ["request", 1, 5, {"t": 1}, threading.current_thread().name]
+
+
+@pytest.mark.parametrize("user_config", [None, {"t": 1}])
+async def test_a_reconfigure_that_takes_a_rank_is_told_it_with_and_without_a_user_config(
+    app_dir: str, user_config: object
+) -> None:
+    first, second = (ReplicaRank(rank=n, node_rank=0, local_rank=n) for n in (3, 1))
+    code = await UserCode.construct(goal("Ranked", user_config=user_config, rank=first), app_dir)
+    await code.reconfigure(user_config, second)
+
+    assert code.target.told == [(user_config, first), (user_config, second)]
+
+
+async def test_a_rank_alone_reconfigures_no_code_that_does_not_take_it(app_dir: str) -> None:
+    rank = ReplicaRank(rank=0, node_rank=0, local_rank=0)
+    code = await UserCode.construct(goal("Async", init_args=[1], rank=rank), app_dir)
+    await code.reconfigure(None, rank)
+
+    assert code.target.config is None
 
 
 async def test_plain_code_runs_in_a_thread_and_async_functions_on_the_loop(app_dir: str) -> None:
