@@ -34,6 +34,7 @@ from serve_replica_host.replica.io.flow import IncomingFrames, OutgoingMessages,
 from serve_replica_host.replica.io.request import (
     BodyPiece,
     IoEvent,
+    Left,
     Phase,
     ReplicaRequest,
     SocketReceived,
@@ -410,9 +411,8 @@ class ReplicaProtocol:
         for exchange in list(self._exchanges.values()):
             if exchange.is_dropped:
                 continue
-            if now >= exchange.deadline and not exchange.has_response_started:
-                message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
-                self._responses.fail(exchange, DeadlineExceeded.error_code, 504, message)
+            if self._is_late(exchange, now):
+                self._fail_late(exchange)
             elif (
                 not self._is_disconnected
                 and now - max(exchange.last_seen_at, self._connected_at) >= ROUTER_SILENT_S
@@ -427,13 +427,25 @@ class ReplicaProtocol:
                 )
                 self._responses.drop(exchange, exchange.response_status, SERVICE_RESTART, CLOSE_REASON)
 
+    @staticmethod
+    def _is_late(exchange: ReplicaRequest, now: float) -> bool:
+        return now >= exchange.deadline and not exchange.has_response_started
+
+    def _fail_late(self, exchange: ReplicaRequest) -> None:
+        message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
+        self._responses.fail(exchange, DeadlineExceeded.error_code, 504, message)
+
     # -- outcomes of the user side --------------------------------------------------------------------------------
 
     def handle_outcome(self, outcome: IoEvent) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
+        exchange = outcome.exchange
         if type(outcome) is not Taken:
+            has_left = exchange.is_dropped or type(outcome) is Left
+            if not has_left and self._is_late(exchange, self._now()):
+                # What a call of a handle raised at this same deadline would be a 500 of the application.
+                self._fail_late(exchange)
             self._responses.take(outcome)
             return
-        exchange = outcome.exchange
         if exchange.incoming is not None and not exchange.is_dropped:
             self._bodies.grant_credit(exchange, exchange.incoming, outcome.frames)

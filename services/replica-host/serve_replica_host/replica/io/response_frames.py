@@ -348,9 +348,10 @@ class DirectResponses:
 
     def send(self, outcome: WholeResponseEvent) -> None:
         """Send the response with all others of this iteration of the loop, or pass it to the bus side."""
-        exchange, body = outcome.exchange, outcome.body
+        exchange, body, now = outcome.exchange, outcome.body, self._now()
         if (
             exchange.is_dropped
+            or now >= exchange.deadline
             or exchange.outgoing is not None
             or len(body) > FRAME_BYTES_MAX
             or not self._writer.can_write_shared
@@ -372,7 +373,7 @@ class DirectResponses:
             asyncio.get_running_loop().call_soon(self.flush)
         self._batch.append(message)
         # Before it is sent: a caller with the response may send the next request, which must find the slot free.
-        self._take_left(Left(exchange, outcome.status, self._now()))
+        self._take_left(Left(exchange, outcome.status, now))
 
     def hold(self) -> None:
         """Buffer responses until `flush` is called, which is soon."""

@@ -33,6 +33,7 @@ from serve_replica_host.replica.io.request import (
     Drop,
     Ended,
     Failed,
+    IoEvent,
     Opened,
     Piece,
     ReplicaRequest,
@@ -282,6 +283,32 @@ async def test_a_router_that_is_not_heard_of_gives_its_slots_back_unless_the_bus
     assert desk.user_queue[-1] == Drop(exchange)
     desk.side.handle_outcome(Ended(exchange))
     assert desk.side.in_flight == 0
+
+
+@pytest.mark.parametrize("kind", ["whole", "direct", "streamed", "failed"])
+async def test_an_answer_that_starts_after_the_deadline_is_the_deadlines_error(
+    desk: Desk, direct: DirectDesk, kind: str
+) -> None:
+    """What an application says when its call of a handle, which has the same deadline, has raised."""
+    used = direct if kind == "direct" else desk
+    exchange = used.begin()
+    used.now = exchange.deadline
+    outcomes: dict[str, list[IoEvent]] = {
+        "whole": [WholeResponseEvent(exchange, 500, [], b"Internal Server Error")],
+        "streamed": [Opened(exchange, 500, []), Piece(exchange, b"no", last=True)],
+        "failed": [Failed(exchange, "user_code", 500, "RequestTimedOut")],
+    }
+    if kind == "direct":
+        direct.direct.send(WholeResponseEvent(exchange, 500, [], b"Internal Server Error"))
+        async with asyncio.timeout(30):
+            await direct.side.wait_idle()
+        assert direct.wire.messages == []
+    for outcome in outcomes.get(kind, ()):
+        used.side.handle_outcome(outcome)
+    (error,) = used.heads
+    assert isinstance(error, ErrorHead)
+    assert (error.error_code, error.status) == ("deadline_exceeded", 504)
+    assert used.side.in_flight == 0
 
 
 async def test_a_deadline_answers_504_and_ends_the_work(desk: Desk) -> None:
