@@ -347,7 +347,10 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class ErrorFormat(Enum):
-    """Form of the error responses that proxies write for an endpoint."""
+    """Form of the error responses that proxies write for an endpoint.
+
+    A path without a route gets the form that all routes have, and problem details where they differ or there are none.
+    """
 
     PROBLEM = "problem"
     """Problem details: JSON as of RFC 9457, with a stable code and what failed."""

@@ -142,8 +142,7 @@ def admit(table: RouteTable, endpoints: dict[EndpointTag, Endpoint], method: str
     """The endpoint for a request. Raises `NoRoute` or `MethodNotAllowed`."""
     snapshot = table.match(path)
     if snapshot is None:
-        # In Ray Serve's words, which programs look for.
-        raise NoRoute(f"Path '{path[:200]}' not found. Ping http://.../-/routes for available routes.")
+        raise NoRoute(path, table.error_format)
     endpoint = endpoints[snapshot.endpoint_tag]
     if method not in endpoint.methods:
         raise MethodNotAllowed(method, endpoint.allow)

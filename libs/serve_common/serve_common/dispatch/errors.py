@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from serve_common.config.backend import ErrorFormat
 from serve_common.errors import (
     BadField,
     DeadlineExceeded,
@@ -58,6 +59,12 @@ class NoRoute(NotFound):
     """No endpoint has a route that matches."""
 
     error_code = "no_route"
+
+    def __init__(self, path: str, error_format: ErrorFormat = ErrorFormat.PROBLEM) -> None:
+        """``error_format`` is that of the routes which do not match."""
+        # In Ray Serve's words, which programs look for.
+        super().__init__(f"Path '{path[:200]}' not found. Ping http://.../-/routes for available routes.")
+        self.error_format = error_format
 
 
 class BackPressureError(NoReplicaAvailable):

@@ -9,7 +9,7 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.config.backend import HttpOptions
+from serve_common.config.backend import ErrorFormat, HttpOptions
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import (
@@ -30,12 +30,15 @@ class RouteTable:
     Why a dict and not a list of prefixes: a lookup then costs by the depth of the path, not by the number of routes.
     """
 
-    __slots__ = ("_by_route", "_route_length_max")
+    __slots__ = ("_by_route", "_route_length_max", "error_format")
 
     def __init__(self, endpoints: Iterable[EndpointSnapshot] = ()) -> None:
         """Headless endpoints are ignored. Of two with the same route the later one in ``endpoints`` wins."""
         self._by_route = {endpoint.route: endpoint for endpoint in endpoints if endpoint.route is not None}
         self._route_length_max = max(map(len, self._by_route), default=0)
+        formats = {endpoint.options.error_format for endpoint in self._by_route.values()}
+        self.error_format = formats.pop() if len(formats) == 1 else ErrorFormat.PROBLEM
+        """Format of the error for a path without a route: that of all routes, or problem details if they differ."""
 
     def match(self, path: str) -> EndpointSnapshot | None:
         """The endpoint whose route is the longest prefix of ``path`` that ends where a segment ends."""

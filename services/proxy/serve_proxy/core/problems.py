@@ -14,7 +14,13 @@ from typing import Final
 import msgspec
 
 from serve_common.config.backend import ErrorFormat
-from serve_common.dispatch.errors import BackPressureError, CircuitOpen, MethodNotAllowed, ReplicaError
+from serve_common.dispatch.errors import (
+    BackPressureError,
+    CircuitOpen,
+    MethodNotAllowed,
+    NoRoute,
+    ReplicaError,
+)
 from serve_common.errors import (
     BadField,
     BusUnavailable,
@@ -132,6 +138,8 @@ TEXT_TYPE: Final = "text/plain; charset=utf-8"
 def build_problem(error: ServeError, error_format: ErrorFormat = ErrorFormat.PROBLEM) -> Problem:
     """The problem sent to the client for ``error``."""
     problem = _build_details(error)
+    if isinstance(error, NoRoute):
+        error_format = error.error_format
     return problem if error_format is ErrorFormat.PROBLEM else _build_text(problem, error)
 
 

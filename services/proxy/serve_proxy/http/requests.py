@@ -16,8 +16,8 @@ from aiohttp import web
 
 from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.admission import CLIENT_GONE
-from serve_common.dispatch.errors import MethodNotAllowed
-from serve_common.errors import NotFound, ServeError
+from serve_common.dispatch.errors import MethodNotAllowed, NoRoute
+from serve_common.errors import ServeError
 from serve_proxy.core.access_line import AccessLine
 from serve_proxy.core.headers import REQUEST_ID, get_client, read_request_headers
 from serve_proxy.core.problems import Problem, build_problem
@@ -36,8 +36,8 @@ ROUTES_PATH: Final = "/-/routes"
 def serve_internal_path(ingress: Ingress, method: str, path: str, request_id: str) -> web.Response:
     """Serve ``/-/healthz`` and ``/-/routes``; every other path below the prefix is 404."""
     if path not in ("/-/healthz", ROUTES_PATH):
-        problem = build_problem(NotFound(f"{path[:200]} is none of the proxy's paths"))
-        return problem_response(problem, request_id)
+        missing = NoRoute(path, ingress.routes.table.error_format)
+        return problem_response(build_problem(missing), request_id)
     if method not in ("GET", "HEAD"):
         return problem_response(build_problem(MethodNotAllowed(method, "GET, HEAD")), request_id)
     if path == ROUTES_PATH:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
-from serve_common.config.backend import HttpOptions
+from serve_common.config.backend import EndpointOptions, ErrorFormat, HttpOptions
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
@@ -55,6 +56,21 @@ def test_of_two_endpoints_with_one_route_the_later_one_wins() -> None:
     found = RouteTable([endpoint("old", "/x"), endpoint("new", "/x")]).match("/x")
     assert found is not None
     assert found.endpoint_tag == "new"
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [("", "problem"), ("t", "text"), ("tt", "text"), ("tp", "problem"), ("p", "problem")],
+)
+def test_a_path_without_a_route_gets_the_errors_that_all_routes_have(formats: str, expected: str) -> None:
+    table = RouteTable(
+        msgspec.structs.replace(
+            endpoint(f"d/{number}", f"/{number}"),
+            options=EndpointOptions(error_format=ErrorFormat.TEXT if name == "t" else ErrorFormat.PROBLEM),
+        )
+        for number, name in enumerate(formats)
+    )
+    assert table.error_format.value == expected
 
 
 def test_a_path_of_thousands_of_slashes_is_matched_quickly() -> None:

@@ -39,7 +39,7 @@ def full(protection: BackendProtection) -> BackPressureError:
             (("Retry-After", "7"),),
         ),
         (MethodNotAllowed("PUT", "GET"), 405, None, (("Allow", "GET"),)),
-        (NoRoute("Path '/x' not found."), 404, "Path '/x' not found.", ()),
+        (NoRoute("/x", ErrorFormat.TEXT), 404, None, ()),
     ],
 )
 def test_the_text_is_ray_serves(
