@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -181,6 +182,8 @@ TAG = ReplicaTag("default/a#0")
 
 def make_world(monkeypatch: pytest.MonkeyPatch, *deployed: str) -> World:
     world = World()
+    # Exceptions are those of a program that does not import Ray, whatever other tests of this process did.
+    monkeypatch.delitem(sys.modules, "ray.exceptions", raising=False)
     monkeypatch.setattr(handle_module, "runtime", lambda: world)
     monkeypatch.setattr(handle_module, "is_running", lambda: True)
     if deployed:

@@ -7,6 +7,7 @@ scalars use pickle, which is several times faster.
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
@@ -27,6 +28,7 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.protocol.frames import Raised
+from serve_common.runtime.request_context import current_replica
 
 BODY_BYTES_MAX: Final = 256 * 1024 * 1024
 """Largest size of all arguments of one call, and of one returned value; replicas have the same limit."""
@@ -137,8 +139,30 @@ def _from_replica_error(error: ReplicaError) -> Exception:
     if raised is not None and raised.traceback:
         # The newest one contains those before it.
         notes = [note for note in getattr(exception, "__notes__", ()) if not note.startswith(_REMOTE)]
+        if error.code == UserCodeRaised.error_code and current_replica() is None:
+            exception = _as_task_error(exception, raised.traceback)
         exception.__notes__ = [*notes, _REMOTE + raised.traceback]
     return exception
+
+
+def _as_task_error(exception: Exception, remote_traceback: str) -> Exception:
+    """The exception as a `RayTaskError` too, for a program that imports Ray and so may catch one, as in Ray Serve.
+
+    Unchanged without Ray, where its class cannot be combined, and in replicas: Ray is imported in all of them.
+    """
+    exceptions = sys.modules.get("ray.exceptions")
+    if exceptions is None or isinstance(exception, exceptions.RayTaskError):
+        return exception
+    try:
+        task_error = exceptions.RayTaskError(
+            "handle_request", remote_traceback, exception, proctitle="muster", ip="127.0.0.1"
+        )
+        combined: Exception = task_error.make_dual_exception_instance()
+    except Exception:  # noqa: BLE001 - the exception's own code; a plain one is right too
+        return exception
+    if task_error.cause is not exception:
+        return exception  # it cannot be pickled
+    return combined
 
 
 def _read_raised(body: bytes) -> Raised | None:

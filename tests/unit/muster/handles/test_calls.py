@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -58,6 +60,72 @@ async def test_the_users_exception_is_raised_with_its_remote_traceback(world: Wo
         with pytest.raises(KeyError, match="digit") as caught:
             await response
         assert caught.value.__notes__ == ["Remote traceback:\nTraceback: line 7"]
+
+
+TASK_ERRORS = """
+import pickle
+import sys
+
+from muster.handles.pickles import to_exception, to_replica_error
+
+
+class Strict(ValueError):
+    def __init__(self, text, code):
+        super().__init__(text)
+        self.code = code
+
+    def __reduce__(self):
+        return Strict, (self.args[0], self.code)
+
+
+def received(error):
+    try:
+        raise error
+    except Exception as caught:
+        return to_exception(to_replica_error(caught))
+
+
+plain = received(Strict("too many", 7))
+print(type(plain) is Strict, plain.code, len(plain.__notes__))
+
+import ray
+from ray.exceptions import RayTaskError
+
+both = received(Strict("too many", 7))
+print(isinstance(both, RayTaskError), isinstance(both, Strict), both.code, type(both).__name__)
+print(str(both.cause), "too many" in str(both), "in received" in str(both), len(both.__notes__))
+again = received(both)
+print(isinstance(again, RayTaskError), isinstance(again, Strict), "too many" in str(again))
+
+
+class Final(Exception):
+    def __init_subclass__(cls):
+        raise TypeError("cannot be subclassed")
+
+
+print(type(received(Final("as it is"))) is Final)
+
+from serve_common.runtime import request_context
+
+request_context.current_replica.__globals__["_current"] = object()
+print(type(received(Strict("too many", 7))) is Strict)
+"""
+
+
+async def test_a_program_that_imports_ray_gets_exceptions_that_are_its_task_errors_too() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TASK_ERRORS, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    assert out.decode().splitlines() == [
+        "True 7 1",
+        "True True 7 RayTaskError(Strict)",
+        "too many True True 1",
+        "True True True",
+        "True",
+        "True",
+    ], err.decode()
 
 
 @pytest.mark.parametrize(
