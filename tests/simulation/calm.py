@@ -213,9 +213,7 @@ def _check_proxy(world: World, proxy: object) -> None:
     wishes = world.checks.reference.now
     for tag in sorted({*wishes.endpoints, *proxy.endpoints}):  # type: ignore[attr-defined]
         reach, known = wishes.endpoints.get(tag), proxy.endpoints.get(EndpointTag(tag))  # type: ignore[attr-defined]
-        if reach is not None and all(
-            (b := checkpoint.backends.get(BackendTag(to))) is None or b.halted for to in reach.traffic
-        ):
+        if reach is not None and not any(BackendTag(to) in checkpoint.backends for to in reach.traffic):
             reach = None  # it leads nowhere
         is_so = (
             None

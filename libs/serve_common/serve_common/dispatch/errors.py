@@ -100,13 +100,13 @@ class DeploymentUnavailableError(NoReplicaAvailable):
 
 
 class BackendStopped(DeploymentUnavailableError):
-    """A user has set the backend's number of replicas to zero."""
+    """The backend has no replicas and starts none: it was scaled to zero by hand, or its first version failed."""
 
     error_code = "backend_stopped"
 
     def __init__(self, backend_tag: BackendTag) -> None:
         super().__init__(
-            f"backend {backend_tag!r} was set to no replicas; nobody answers until it is given some"
+            f"backend {backend_tag!r} has no replicas, and starts none until it is scaled or deployed"
         )
 
 

@@ -69,7 +69,7 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     can_wake: bool = False
     """It was scaled to zero: a router with waiting requests should send a `Wake`."""
     is_stopped: bool = False
-    """A user set zero replicas: requests are refused at once until that changes."""
+    """It has no replicas and will get none before a user's change: requests are refused at once."""
     code_versions: dict[ReplicaTag, Count] = {}
     """Code version of each replica while more than one runs; empty when all run the same one."""
 

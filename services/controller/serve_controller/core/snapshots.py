@@ -150,9 +150,8 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
         max_queued_requests=config.max_queued_requests,
         protection=_get_protection(config),
         can_wake=backend.autoscaling is not None and backend.num_wanted == 0,
-        is_stopped=backend.autoscaling is None
-        and config.num_replicas == 0
-        and not (backend.deleting or backend.halted),
+        is_stopped=backend.halted
+        or (backend.autoscaling is None and config.num_replicas == 0 and not backend.deleting),
         code_versions=_code_versions([r for r in replicas if r.state in ROUTED]),
     )
 
@@ -188,8 +187,7 @@ def renew_snapshots(
     for endpoint_tag in endpoint_tags:
         endpoint = draft.endpoints.get(endpoint_tag)
         leads_somewhere = endpoint is not None and any(
-            (backend := draft.backends.get(tag)) is not None and not backend.halted
-            for tag in endpoint.target.traffic
+            tag in draft.backends for tag in endpoint.target.traffic
         )
         contents[endpoint_key(endpoint_tag)] = (
             derive_endpoint(endpoint) if endpoint is not None and leads_somewhere else None

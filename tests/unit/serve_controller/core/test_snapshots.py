@@ -91,14 +91,25 @@ def test_a_backend_comes_before_its_endpoint_and_goes_after_it() -> None:
     assert all(snapshot.content is None for snapshot in loop.bucket.values())
 
 
-def test_what_fails_at_first_has_no_endpoint() -> None:
+def test_what_fails_at_first_has_its_endpoint_and_refuses_every_request_at_once() -> None:
     loop = Loop()
     loop.command(deploy(code=BAD_CODE, route="/a"))
     loop.steps(40, 0.2)
     assert loop.backend().halted
-    assert loop.bucket["endpoints.default.a"].content is None
+    assert is_stopped(loop)
     loop.done(deploy(route="/a"))
-    assert isinstance(loop.bucket["endpoints.default.a"].content, EndpointSnapshot)
+    assert not is_stopped(loop)
+    loop.done(DeleteDeployment(name="a"))
+    assert loop.bucket["endpoints.default.a"].content is None
+
+
+def is_stopped(loop: Loop) -> bool:
+    """Whether requests of the endpoint, which has its route, are refused."""
+    endpoint, backend = loop.bucket["endpoints.default.a"].content, loop.bucket[backend_key(A)].content
+    assert isinstance(endpoint, EndpointSnapshot)
+    assert isinstance(backend, BackendSnapshot)
+    assert endpoint.route == "/a"
+    return backend.is_stopped
 
 
 def test_a_replica_that_stops_drains_before_it_leaves_the_snapshot() -> None:

@@ -14,7 +14,9 @@ from serve_common.api.commands import (
 )
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus
 from serve_common.errors import BadField, Conflict, LimitReached
-from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
+from serve_common.names import BackendTag
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.subjects import backend_key
 from serve_controller.core.commands import applications
 from serve_controller.core.forecast import forecast
 from serve_controller.core.reconcile import PublishSnapshot
@@ -214,7 +216,8 @@ def test_a_first_application_that_fails_serves_nothing_and_may_be_deployed_again
     assert loop.goal_status(failed.goal_id) is GoalStatus.FAILED
     assert loop.all_replicas() == []
     assert shown(loop).status is DeploymentStatus.UNHEALTHY
-    assert loop.bucket["endpoints.app.front"].content is None
+    refusing = [loop.bucket[backend_key(BackendTag(f"app/{name}"))].content for name in ("front", "model")]
+    assert all(isinstance(content, BackendSnapshot) and content.is_stopped for content in refusing)
     loop.done(application(spec("front"), spec("model"), route="/shop"))
     check_converged(loop)
 
