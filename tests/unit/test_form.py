@@ -39,7 +39,7 @@ def test_no_modules_import_each_other_in_a_cycle(files: list[SourceFile]) -> Non
         pytest.fail(" → ".join(error.args[1]))
 
 
-NAMESAKES = re.compile(r"muster\.(config|schema|sdk\.deployments)")
+NAMESAKES = re.compile(r"muster\.(config|schema|sdk\.(deployments|states))")
 """Modules whose classes have the names that Ray Serve gave them: programs import them by these."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +31,48 @@ from muster.config import (
     RequestRouterConfig,
 )
 from muster.sdk.absent import absent
+from muster.sdk.states import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    ProxyStatus,
+    ReplicaState,
+    ServeStatus,
+)
 from serve_common.config.backend import LOG_ATTRIBUTES
 from serve_common.protocol import reports
+
+__all__ = [
+    "DEFAULT",
+    "ApplicationStatus",
+    "ApplicationStatusOverview",
+    "AutoscalingConfig",
+    "AutoscalingPolicy",
+    "BackpressureConfig",
+    "ControllerOptions",
+    "DeploymentActorConfig",
+    "DeploymentSchema",
+    "DeploymentStatus",
+    "DeploymentStatusOverview",
+    "DeploymentStatusTrigger",
+    "EncodingType",
+    "GangSchedulingConfig",
+    "HTTPOptionsSchema",
+    "LoggingConfig",
+    "ProxyLocation",
+    "ProxyStatus",
+    "RayActorOptionsSchema",
+    "ReplicaRank",
+    "ReplicaState",
+    "RequestRouterConfig",
+    "ServeApplicationSchema",
+    "ServeDeploySchema",
+    "ServeStatus",
+    "TracingConfig",
+    "gRPCOptionsSchema",
+]
 
 
 class DEFAULT(Enum):
@@ -382,108 +421,8 @@ class ServeDeploySchema(BaseModel):
         return value
 
 
-class ProxyStatus(str, Enum):
-    """State of a proxy."""
-
-    STARTING = "STARTING"
-    HEALTHY = "HEALTHY"
-    UNHEALTHY = "UNHEALTHY"
-    DRAINING = "DRAINING"
-    DRAINED = "DRAINED"
-
-
-class ApplicationStatus(str, Enum):
-    """State of an application."""
-
-    NOT_STARTED = "NOT_STARTED"
-    DEPLOYING = "DEPLOYING"
-    DEPLOY_FAILED = "DEPLOY_FAILED"
-    RUNNING = "RUNNING"
-    UNHEALTHY = "UNHEALTHY"
-    DELETING = "DELETING"
-
-
-class DeploymentStatus(str, Enum):
-    """State of a deployment."""
-
-    UPDATING = "UPDATING"
-    HEALTHY = "HEALTHY"
-    UNHEALTHY = "UNHEALTHY"
-    DEPLOY_FAILED = "DEPLOY_FAILED"
-    UPSCALING = "UPSCALING"
-    DOWNSCALING = "DOWNSCALING"
-
-
 ReplicaRank = reports.ReplicaRank
 """Numbers of a replica, in its context and for its ``reconfigure``."""
-
-
-class DeploymentStatusTrigger(str, Enum):
-    """What brought a deployment into its state."""
-
-    UNSPECIFIED = "UNSPECIFIED"
-    CONFIG_UPDATE_STARTED = "CONFIG_UPDATE_STARTED"
-    CONFIG_UPDATE_COMPLETED = "CONFIG_UPDATE_COMPLETED"
-    UPSCALE_COMPLETED = "UPSCALE_COMPLETED"
-    DOWNSCALE_COMPLETED = "DOWNSCALE_COMPLETED"
-    AUTOSCALING = "AUTOSCALING"
-    REPLICA_STARTUP_FAILED = "REPLICA_STARTUP_FAILED"
-    DEPLOYMENT_ACTOR_FAILED = "DEPLOYMENT_ACTOR_FAILED"
-    HEALTH_CHECK_FAILED = "HEALTH_CHECK_FAILED"
-    INTERNAL_ERROR = "INTERNAL_ERROR"
-    DELETING = "DELETING"
-
-
-class ReplicaState(str, Enum):
-    """State of a replica."""
-
-    STARTING = "STARTING"
-    UPDATING = "UPDATING"
-    RECOVERING = "RECOVERING"
-    RUNNING = "RUNNING"
-    STOPPING = "STOPPING"
-    STOPPED = "STOPPED"
-    PENDING_MIGRATION = "PENDING_MIGRATION"
-
-
-@dataclass
-class DeploymentStatusOverview:
-    """State of one deployment."""
-
-    status: DeploymentStatus
-    """Its state."""
-    status_trigger: DeploymentStatusTrigger
-    """What brought it there."""
-    replica_states: dict[str, int]
-    """Number of its replicas by state."""
-    message: str
-    """Details, for people."""
-
-
-@dataclass
-class ApplicationStatusOverview:
-    """State of one application."""
-
-    status: ApplicationStatus
-    """Its state."""
-    message: str
-    """Details, for people."""
-    last_deployed_time_s: float
-    """When it was last deployed, in seconds since 1970."""
-    deployments: dict[str, DeploymentStatusOverview]
-    """Its deployments by name."""
-
-
-@dataclass(eq=True)
-class ServeStatus:
-    """State of everything that is served."""
-
-    proxies: dict[str, ProxyStatus] = field(default_factory=dict)
-    """Proxies by id."""
-    applications: dict[str, ApplicationStatusOverview] = field(default_factory=dict)
-    """Applications by name."""
-    target_capacity: float | None = None
-    """Always None."""
 
 
 if not TYPE_CHECKING:  # a checker would take it for any name

@@ -35,7 +35,7 @@ from serve_common.api.views import ApplicationView
 from serve_common.errors import BadField, BusUnavailable, NotFound
 
 if TYPE_CHECKING:
-    from muster.schema import ServeStatus
+    from muster.sdk.states import ServeStatus
 
 _ANSI: Final = re.compile(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])")
 _START_TIMEOUT_S: Final = 180.0
@@ -169,7 +169,7 @@ def read_serve_status(name: str | None) -> ReadRequest[Any]:
     """The status in Ray Serve's form: of everything, or of one application. Raises `NotFound` for an unknown one."""
 
     async def read(admin: AdminClient) -> Any:
-        # Only here: it imports Pydantic.
+        # Only here: no other command needs it.
         from muster.sdk.states import view_status  # noqa: PLC0415 - as above
 
         status: ServeStatus = view_status(await admin.fetch_status(), await admin.call(GetAllApplications()))
@@ -215,6 +215,14 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """The process to end when the stack shall stop; None for a stack that ran before."""
 
 
+class _ProxyLocation(Enum):
+    """`muster.config.ProxyLocation`, which imports Pydantic."""
+
+    DISABLED = "Disabled"
+    HEAD_ONLY = "HeadOnly"
+    EVERY_NODE = "EveryNode"
+
+
 @stack_command
 def start(
     session: Session,
@@ -223,7 +231,7 @@ def start(
     http_host: HttpHostOption = "127.0.0.1",
     http_port: HttpPortOption = 8000,
     proxy_location: Annotated[
-        str | None,
+        _ProxyLocation | None,
         typer.Option(
             "--proxy-location",
             metavar="PLACE",

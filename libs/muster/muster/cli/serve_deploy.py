@@ -312,7 +312,7 @@ def run_deploy(
         work=lambda changes: deploy(changes, request),
     )
     if not (options.as_json or options.dry_run):
-        print_line("Sent deploy request successfully." if options.no_wait else "Deployed successfully.")
+        print_line("Sent deploy request successfully.")  # Ray Serve's words, which scripts look for
 
 
 def show_warnings() -> None:

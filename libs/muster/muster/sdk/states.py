@@ -1,26 +1,120 @@
-"""Muster's views by Ray Serve's names: states of replicas, deployments, applications and proxies.
+"""Ray Serve's classes of states, and Muster's views in them: of replicas, deployments, applications and proxies.
 
-Apart from what deploys, so that the command line's ``status`` imports no handles.
+Apart from what deploys and from `muster.schema`, which has them for users: the command line's ``status`` needs
+neither handles nor pydantic.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final
 
-from muster.schema import (
-    ApplicationStatus,
-    ApplicationStatusOverview,
-    DeploymentStatus,
-    DeploymentStatusOverview,
-    DeploymentStatusTrigger,
-    ProxyStatus,
-    ReplicaState,
-    ServeStatus,
-)
 from serve_common.api.views import ApplicationView, DeploymentView, GoalStatus, StatusView
 from serve_common.api.views import DeploymentStatus as Health
+
+
+class ProxyStatus(str, Enum):
+    """State of a proxy."""
+
+    STARTING = "STARTING"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    DRAINING = "DRAINING"
+    DRAINED = "DRAINED"
+
+
+class ApplicationStatus(str, Enum):
+    """State of an application."""
+
+    NOT_STARTED = "NOT_STARTED"
+    DEPLOYING = "DEPLOYING"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    RUNNING = "RUNNING"
+    UNHEALTHY = "UNHEALTHY"
+    DELETING = "DELETING"
+
+
+class DeploymentStatus(str, Enum):
+    """State of a deployment."""
+
+    UPDATING = "UPDATING"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    DEPLOY_FAILED = "DEPLOY_FAILED"
+    UPSCALING = "UPSCALING"
+    DOWNSCALING = "DOWNSCALING"
+
+
+class DeploymentStatusTrigger(str, Enum):
+    """What brought a deployment into its state."""
+
+    UNSPECIFIED = "UNSPECIFIED"
+    CONFIG_UPDATE_STARTED = "CONFIG_UPDATE_STARTED"
+    CONFIG_UPDATE_COMPLETED = "CONFIG_UPDATE_COMPLETED"
+    UPSCALE_COMPLETED = "UPSCALE_COMPLETED"
+    DOWNSCALE_COMPLETED = "DOWNSCALE_COMPLETED"
+    AUTOSCALING = "AUTOSCALING"
+    REPLICA_STARTUP_FAILED = "REPLICA_STARTUP_FAILED"
+    DEPLOYMENT_ACTOR_FAILED = "DEPLOYMENT_ACTOR_FAILED"
+    HEALTH_CHECK_FAILED = "HEALTH_CHECK_FAILED"
+    INTERNAL_ERROR = "INTERNAL_ERROR"
+    DELETING = "DELETING"
+
+
+class ReplicaState(str, Enum):
+    """State of a replica."""
+
+    STARTING = "STARTING"
+    UPDATING = "UPDATING"
+    RECOVERING = "RECOVERING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+    PENDING_MIGRATION = "PENDING_MIGRATION"
+
+
+@dataclass
+class DeploymentStatusOverview:
+    """State of one deployment."""
+
+    status: DeploymentStatus
+    """Its state."""
+    status_trigger: DeploymentStatusTrigger
+    """What brought it there."""
+    replica_states: dict[str, int]
+    """Number of its replicas by state."""
+    message: str
+    """Details, for people."""
+
+
+@dataclass
+class ApplicationStatusOverview:
+    """State of one application."""
+
+    status: ApplicationStatus
+    """Its state."""
+    message: str
+    """Details, for people."""
+    last_deployed_time_s: float
+    """When it was last deployed, in seconds since 1970."""
+    deployments: dict[str, DeploymentStatusOverview]
+    """Its deployments by name."""
+
+
+@dataclass(eq=True)
+class ServeStatus:
+    """State of everything that is served."""
+
+    proxies: dict[str, ProxyStatus] = field(default_factory=dict)
+    """Proxies by id."""
+    applications: dict[str, ApplicationStatusOverview] = field(default_factory=dict)
+    """Applications by name."""
+    target_capacity: float | None = None
+    """Always None."""
+
 
 _REPLICA_STATES: Final = {
     "should_start": ReplicaState.STARTING,

@@ -162,6 +162,17 @@ def test_a_command_imports_only_what_it_needs(words: str) -> None:
     assert error.startswith(f"error: NATS at {nats} does not answer"), done.stderr
 
 
+def test_the_form_of_ray_serves_status_needs_no_pydantic() -> None:
+    code = (
+        "import sys, muster.cli, muster.cli.status, muster.sdk.states\n"
+        f"print(*sorted({HEAVY} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout == "\n"
+
+
 def test_all_kinds_of_values_are_read_as_typer_reads_them(muster: Callable[..., Result]) -> None:
     for words, said in {
         ("scale", "digits", "x"): "valid integer",

@@ -640,3 +640,6 @@ def test_start_says_that_a_stack_runs_already(muster: Muster, controller: Any) -
     assert result.exit_code == 0, result.output
     assert "a stack runs already" in result.stdout
     assert "without effect in Muster: --proxy-location" in result.stderr
+    refused = muster("start", "--proxy-location", "Nowhere")
+    assert refused.exit_code == 2
+    assert "Nowhere" in refused.stderr
