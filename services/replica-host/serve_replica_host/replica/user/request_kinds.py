@@ -42,7 +42,7 @@ from serve_replica_host.replica.user.asgi import (
     http_scope,
     websocket_scope,
 )
-from serve_replica_host.replica.user.code import Lifespan, UserCode, on_response_started
+from serve_replica_host.replica.user.code import Lifespan, UserCode, UserCodeUnusable, on_response_started
 
 _log = structlog.get_logger(__name__)
 
@@ -68,7 +68,10 @@ class RequestKinds:
         if kind is RequestKind.HTTP:
             if code.asgi is not None:
                 return await self._run_asgi(exchange, code.asgi)
-            method = code.method("")
+            try:
+                method = code.method("")
+            except BadField as error:  # the code is at fault, and not the client
+                raise UserCodeUnusable(error.reason) from error
             request: LazyRequest | None = None
             arguments: tuple[LazyRequest, ...] = ()
             if method.takes_argument:

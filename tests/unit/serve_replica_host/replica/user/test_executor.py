@@ -53,10 +53,10 @@ from serve_replica_host.replica.user.threads import PlainThreads
 class Bench:
     """A user side with the bus side made of a list."""
 
-    def __init__(self, handler: Callable[..., Any]) -> None:
+    def __init__(self, handler: Callable[..., Any] | None, target: Any = None) -> None:
         self.outcomes: list[IoEvent] = []
         self._came = asyncio.Event()
-        self.side = UserExecutor(UserCode(handler, handler, 4), self._put)
+        self.side = UserExecutor(UserCode(target or handler, handler, 4), self._put)
 
     def _put(self, outcome: IoEvent) -> None:
         self.outcomes.append(outcome)
@@ -556,3 +556,16 @@ async def test_a_cancelled_request_is_logged_as_such(caplog: pytest.LogCaptureFi
         await bench.until(1)
     [record] = caplog.records
     assert record.getMessage().startswith("POST /shop/a%2Fb CANCELLED ")
+
+
+async def test_http_to_a_class_without_a_call_method_is_an_error_of_the_code() -> None:
+    class NotCallable:
+        def other(self) -> str:
+            return "other"
+
+    bench = Bench(None, NotCallable())
+    with capture_logs():
+        failed = await bench.serve(exchange())
+    assert isinstance(failed, Failed)
+    assert failed.status == 500
+    assert "'__call__' that does not exist on NotCallable" in failed.message
