@@ -36,8 +36,6 @@ class Arguments:
         """True when the first argument of calls is the instance."""
         if self.has_instance:
             parameters = parameters[1:]
-        if not parameters:
-            raise TypeError(f"{self._function_name} takes no argument that could be batched")
         for parameter in parameters:
             if parameter.kind in _VARIADIC:
                 raise TypeError(
@@ -46,10 +44,10 @@ class Arguments:
                 )
         self._bind = inspect.Signature(parameters).bind
         self._parameters = {parameter.name: parameter for parameter in parameters}
-        self._first = parameters[0].name
-        self._takes_one = parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY and all(
-            parameter.default is not inspect.Parameter.empty for parameter in parameters[1:]
-        )
+        self._first = parameters[0].name if parameters else ""
+        self._takes_one = bool(parameters) and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY
+        for parameter in parameters[1:]:
+            self._takes_one &= parameter.default is not inspect.Parameter.empty
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
         """Bind the arguments of one call, without the instance; raises TypeError as the function itself would."""

@@ -5,8 +5,10 @@ Why the result is a plain function: checks whether a handler is async, and other
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol, TypeVar, cast, overload
 
@@ -227,8 +229,16 @@ def _decorate(function: Callable[..., Any], rules: BatchRules) -> Any:
             batcher.leave(call)
             raise
 
-    async def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        # The call waits for its batch from here on, as in Ray Serve, and not from the first step on.
         batcher, call = submit(StreamedCall, args, kwargs)
+        stream = steps(batcher, call)
+        # A stream that is dropped before its first step never comes to its `finally`, and its batch would wait for it.
+        dropped = weakref.finalize(stream, _leave, asyncio.get_running_loop(), batcher, call)
+        dropped.atexit = False
+        return stream
+
+    async def steps(batcher: Batcher, call: StreamedCall) -> AsyncGenerator[Any, None]:
         try:
             while True:
                 try:
@@ -240,6 +250,11 @@ def _decorate(function: Callable[..., Any], rules: BatchRules) -> Any:
             batcher.leave(call)
 
     return _with_settings(functools.wraps(function)(stream if is_stream else single), rules, batchers)
+
+
+def _leave(loop: asyncio.AbstractEventLoop, batcher: Batcher, call: StreamedCall) -> None:
+    if not call.is_done and not loop.is_closed():
+        loop.call_soon_threadsafe(batcher.leave, call)
 
 
 def _with_settings(wrapper: Any, rules: BatchRules, batchers: PerInstance[Batcher]) -> BatchedAny:

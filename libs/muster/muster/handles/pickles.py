@@ -115,6 +115,11 @@ def to_exception(error: ServeError) -> Exception:
     return exception
 
 
+@final
+class _RaisedHere(ReplicaError):
+    """What code of this very process raised."""
+
+
 def to_replica_error(error: BaseException, raised: BaseException | None = None) -> ReplicaError:
     """An error that the user's code raised in this process, as it would arrive from another.
 
@@ -128,19 +133,18 @@ def to_replica_error(error: BaseException, raised: BaseException | None = None) 
         pickled = b""
     body = msgspec.msgpack.encode(Raised(pickled, "".join(traceback.format_exception(error))))
     line = f"{type(raised).__name__}: {raised}"
-    return ReplicaError(UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
+    return _RaisedHere(UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
 
 
 def _from_replica_error(error: ReplicaError) -> Exception:
     raised = _read_raised(error.raised)
-    exception = None if raised is None else _restore(raised.pickled)
-    if exception is None:
-        exception = _from_code(error)
+    restored = None if raised is None else _restore(raised.pickled)
+    exception = _from_code(error) if restored is None else restored
     if raised is not None and raised.traceback:
         # The newest one contains those before it.
         notes = [note for note in getattr(exception, "__notes__", ()) if not note.startswith(_REMOTE)]
-        if error.code == UserCodeRaised.error_code and current_replica() is None:
-            exception = _as_task_error(exception, raised.traceback)
+        if restored is not None and not isinstance(error, _RaisedHere) and current_replica() is None:
+            exception = _as_task_error(restored, raised.traceback)
         exception.__notes__ = [*notes, _REMOTE + raised.traceback]
     return exception
 

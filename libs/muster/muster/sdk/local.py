@@ -138,7 +138,7 @@ async def construct(kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 async def _call(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     called = method if inspect.isroutine(method) else method.__call__
-    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(inspect.unwrap(called)):
         result = method(*args, **kwargs)
     else:
         result = await asyncio.to_thread(method, *args, **kwargs)

@@ -16,6 +16,7 @@ import pytest
 import muster as serve
 from muster.batching import batches as batcher
 from muster.batching.batches import Batcher
+from muster.batching.calls import BUFFERED_STEPS_MAX
 from serve_common.errors import DeadlineExceeded
 from serve_common.runtime.request_context import RequestContext, request_context
 from tests.support.waiting import eventually
@@ -385,11 +386,17 @@ def test_what_cannot_be_batched_is_refused() -> None:
     with pytest.raises(TypeError, match="must name its parameters"):
         serve.batch(variadic)
 
-    async def nothing():
-        return []
 
-    with pytest.raises(TypeError, match="takes no argument"):
-        serve.batch(nothing)
+async def test_a_function_without_parameters_is_batched_by_the_number_of_its_calls() -> None:
+    """As in Ray Serve, whose own tests declare such."""
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def nothing():
+        return ["first", "second"]
+
+    assert await asyncio.gather(nothing(), nothing()) == ["first", "second"]
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        await nothing(1)
 
 
 # -- arguments --
@@ -526,6 +533,37 @@ async def test_each_caller_of_a_streaming_batch_gets_its_own_steps() -> None:
             yield [i if i < limit else StopIteration for limit in limits]
 
     assert await asyncio.gather(*(collect(count(n)) for n in (1, 3, 2))) == [[0], [0, 1, 2], [0, 1]]
+
+
+async def test_streams_that_are_read_one_after_the_other_are_of_one_batch() -> None:
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def count(limits):
+        for i in range(3):
+            yield [f"{i} of {limit}" for limit in limits]
+
+    streams = [count("a"), count("b")]
+    assert [await collect(stream) for stream in streams] == [
+        [f"{i} of a" for i in range(3)],
+        [f"{i} of b" for i in range(3)],
+    ]
+
+
+async def test_a_stream_that_was_never_read_holds_up_no_other() -> None:
+    steps = 10 * BUFFERED_STEPS_MAX
+
+    @serve.batch(max_batch_size=2, batch_wait_timeout_s=LONG_S)
+    async def count(limits):
+        for i in range(steps):
+            yield [i for _ in limits]
+
+    dropped, kept = count("a"), count("b")
+    del dropped
+    assert await collect(kept) == list(range(steps)), "of one batch, which does not wait for the dropped one"
+    dropped = count("c")
+    del dropped
+    await asyncio.sleep(0)
+    streams = [count("d"), count("e")]
+    assert await asyncio.gather(*map(collect, streams)) == [list(range(steps))] * 2
 
 
 async def test_one_stream_fails_alone_and_a_function_that_raises_fails_those_that_go_on() -> None:

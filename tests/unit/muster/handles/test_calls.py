@@ -67,6 +67,7 @@ import pickle
 import sys
 
 from muster.handles.pickles import to_exception, to_replica_error
+from serve_common.dispatch.errors import ReplicaError
 
 
 class Strict(ValueError):
@@ -82,7 +83,9 @@ def received(error):
     try:
         raise error
     except Exception as caught:
-        return to_exception(to_replica_error(caught))
+        here = to_replica_error(caught)
+        assert type(to_exception(here)) is type(error), "what this process raised stays as it is"
+        return to_exception(ReplicaError(here.code, here.status, str(here), here.raised))
 
 
 plain = received(Strict("too many", 7))

@@ -191,8 +191,8 @@ class Method:
         self.function = function
         self.is_async = any(map(inspect.iscoroutinefunction, (function, called)))
         """True when calling it returns a coroutine."""
-        is_generator = any(
-            inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, called)
+        is_generator = any(map(inspect.isgeneratorfunction, (function, called))) or any(
+            map(inspect.isasyncgenfunction, (function, called, inspect.unwrap(called)))  # `batch` wraps one
         )
         self.blocks = not self.is_async and not is_generator
         """True when it may block while it is called, so it needs a thread."""
