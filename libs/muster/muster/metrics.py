@@ -192,7 +192,7 @@ class Counter(Metric):
 
     def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
         """Add ``value``. Raises ValueError below 0 and for missing or unknown tags."""
-        if not 0 <= value < math.inf:
+        if not 0 <= _number(value) < math.inf:
             raise ValueError(f"metric {self._spec.name!r}: a counter cannot be changed by {value!r}")
         self._measure.add(float(value), self._values(tags))
 
@@ -231,8 +231,8 @@ class Gauge(Metric):
         self._measure = process_metrics.level(self._spec, aggregate=how)
 
     def set(self, value: float, tags: Tags | None = None) -> None:
-        """Set the value."""
-        self._measure.set(float(value), self._values(tags))
+        """Set the value. Raises TypeError for what is no number, such as text."""
+        self._measure.set(float(_number(value)), self._values(tags))
 
     def record(self, value: float, tags: Tags | None = None) -> None:
         """Same as `set`."""
@@ -263,7 +263,7 @@ class Histogram(Metric):
 
     def observe(self, value: float, tags: Tags | None = None) -> None:
         """Record a value. Raises ValueError unless it is a finite number."""
-        if not math.isfinite(value):
+        if not math.isfinite(_number(value)):
             raise ValueError(f"metric {self._spec.name!r}: {value!r} cannot be observed")
         self._measure.observe(float(value), self._values(tags))
 
@@ -274,6 +274,13 @@ class Histogram(Metric):
     def __reduce__(self) -> Any:
         arguments = (self._spec.name, self._spec.text, self._spec.buckets, self._keys)
         return _again, (Histogram, arguments, self._default_tags)
+
+
+def _number(value: Any) -> float:
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"value must be int or float, got {type(value)}.")
+    number: float = value
+    return number
 
 
 def _context_tags(keys: frozenset[str]) -> Tags:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,17 @@ def test_values_that_cannot_be_are_refused() -> None:
 def test_boundaries_rise(boundaries: list[float]) -> None:
     with pytest.raises(metrics.MetricRefused, match="boundaries must be rising"):
         metrics.Histogram("user_h", boundaries=boundaries)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1]])
+def test_what_is_no_number_is_a_type_error_as_in_ray_serve(value: Any) -> None:
+    for change in (
+        metrics.Counter("typed_calls").inc,
+        metrics.Gauge("typed_size").set,
+        metrics.Histogram("typed_seconds").observe,
+    ):
+        with pytest.raises(TypeError, match="value must be int or float, got"):
+            change(value)
 
 
 def test_a_gauge_says_what_becomes_of_several_replicas() -> None:
