@@ -141,6 +141,17 @@ class AutoscalingConfig(BaseModel):
             )
         return self
 
+    @field_validator("metrics_interval_s")
+    @classmethod
+    def _is_deprecated(cls, value: float) -> float:
+        if value != DEFAULT_METRICS_INTERVAL_S:
+            warnings.warn(
+                "The `metrics_interval_s` field in AutoscalingConfig is deprecated by Ray Serve; it works here.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        return value
+
     @field_validator("look_back_period_s")
     @classmethod
     def _is_longer_than_the_interval(cls, value: float, info: Any) -> float:
@@ -327,6 +338,8 @@ class HTTPOptions(BaseModel):
 
     @model_validator(mode="after")
     def _is_supported(self) -> HTTPOptions:
+        if self.host is None and self.location is not ProxyLocation.Disabled:
+            self.location = ProxyLocation.Disabled
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("Both ssl_keyfile and ssl_certfile must be provided together.")
         if self.ssl_ca_certs:

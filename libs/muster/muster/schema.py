@@ -183,8 +183,6 @@ class RayActorOptionsSchema(BaseModel):
 class DeploymentSchema(BaseModel):
     """Options of one deployment of an application, which override those in its code."""
 
-    model_config = ConfigDict(extra="forbid")
-
     name: str
     """Name of the deployment in the code."""
     num_replicas: PositiveInt | str | DEFAULT | None = DEFAULT.VALUE
@@ -264,8 +262,6 @@ class DeploymentSchema(BaseModel):
 
 class ServeApplicationSchema(BaseModel):
     """One application of a configuration file."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = "default"
     """Name of the application."""
@@ -375,8 +371,6 @@ class gRPCOptionsSchema(BaseModel):  # noqa: N801 - Ray Serve's name
 
 class ServeDeploySchema(BaseModel):
     """A configuration file: all applications of a stack. What it leaves out is deleted."""
-
-    model_config = ConfigDict(extra="forbid")
 
     proxy_location: ProxyLocation = ProxyLocation.EveryNode
     """Has no effect here: proxies are services of the stack."""

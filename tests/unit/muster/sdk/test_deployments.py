@@ -9,7 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 import muster as serve
-from muster.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig
+from muster.config import (
+    AutoscalingConfig,
+    BackpressureConfig,
+    HTTPOptions,
+    ProxyLocation,
+    RequestRouterConfig,
+)
 from muster.schema import DeploymentSchema, LoggingConfig, ServeApplicationSchema, ServeDeploySchema
 from muster.sdk.build import build_app
 from muster.sdk.translate import deploy_command
@@ -208,7 +214,31 @@ def test_the_options_of_a_file_are_those_that_are_set() -> None:
     changed = serve.deployment(Model).options(**schema.options())
     assert (changed.num_replicas, changed.ray_actor_options["num_cpus"]) == (2, 0.5)
     with pytest.raises(ValidationError):
-        DeploymentSchema(name="Model", num_replica=2)
+        DeploymentSchema(name="Model", num_replicas=0)
+
+
+def test_models_of_files_ignore_unknown_fields_as_ray_serves_do() -> None:
+    """A file is checked for them before, with its lines."""
+    assert DeploymentSchema.model_validate({"name": "Model", "route_prefix": "/x"}).options() == {}
+    app = {"import_path": "a.b", "later": 1}
+    assert (
+        ServeDeploySchema.model_validate({"applications": [app], "later": 1}).applications[0].name
+        == "default"
+    )
+
+
+def test_an_interval_of_metrics_is_deprecated_and_works() -> None:
+    with pytest.warns(DeprecationWarning, match="metrics_interval_s"):
+        config = AutoscalingConfig(metrics_interval_s=5)
+    assert config.metrics_interval_s == 5
+    with pytest.warns(DeprecationWarning, match="metrics_interval_s"):
+        serve.deployment(autoscaling_config={"metrics_interval_s": 5})(Model)
+    AutoscalingConfig()
+
+
+def test_http_options_without_a_host_are_those_of_no_proxy() -> None:
+    assert HTTPOptions(host=None).location is ProxyLocation.Disabled
+    assert HTTPOptions().location is None
 
 
 @pytest.mark.parametrize(
