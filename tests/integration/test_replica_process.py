@@ -27,7 +27,7 @@ from serve_common.protocol.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal, ReplicaRank
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.request_context import current_replica
 from serve_replica_host.replica.process import ReplicaProcess
@@ -56,8 +56,10 @@ class App:
     def __init__(self):
         self.at_construction = current_replica().servable_object
 
+        self.reconfigured = []
+
     def reconfigure(self, user_config):
-        pass
+        self.reconfigured.append(user_config)
 
     async def __call__(self, request):
         return self.told()
@@ -76,6 +78,9 @@ class App:
             "traceparent": request.traceparent,
         }
 
+    async def get_reconfigured(self):
+        return self.reconfigured
+
     async def block(self, seconds):
         time.sleep(seconds)
         return "blocked"
@@ -88,6 +93,12 @@ class App:
 
     def _secret(self):
         return "secret"
+
+class Ranked(App):
+    def reconfigure(self, user_config, rank):
+        if user_config == "bad":
+            raise ValueError("bad")
+        self.reconfigured.append([user_config, rank and rank.rank])
 """
 
 
@@ -151,12 +162,13 @@ class Driver:
 
 @pytest.fixture
 async def driver(
-    shared_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Driver]:
+    class_name = getattr(request, "param", "App")
     # What is told at once is not told by the way, and nothing is told twice.
     monkeypatch.setattr("serve_replica_host.replica.process.MODELS_INTERVAL_S", 3600.0)
     (tmp_path / "process_app.py").write_text(APP)
-    code = RunOrder(import_path="process_app:App", app_dir=str(tmp_path), max_concurrent_queries=4)
+    code = RunOrder(import_path=f"process_app:{class_name}", app_dir=str(tmp_path), max_concurrent_queries=4)
     order = start_order(shared_server.url, TAG, code)
     goal = msgspec.structs.replace(order.goal, code_version=3, peer_versions={BackendTag("default/other"): 2})
     connection = BusConnection(
@@ -198,6 +210,37 @@ async def test_a_reconfigure_renews_the_companions(driver: Driver) -> None:
     _, body = await driver.call()
 
     assert msgspec.json.decode(body)["peer_versions"] == {"default/other": 9}
+
+
+def ranked(goal: ReplicaGoal, rank: int, user_config: object) -> ReplicaGoal:
+    new = ReplicaRank(rank=rank, node_rank=0, local_rank=rank)
+    return msgspec.structs.replace(goal, rank=new, world_size=rank + 1, user_config=user_config)
+
+
+async def reconfigured(driver: Driver) -> object:
+    _, body = await driver.call(method_name="get_reconfigured")
+    return msgspec.json.decode(body)
+
+
+async def test_a_new_rank_does_not_reconfigure_code_that_takes_none_again(driver: Driver) -> None:
+    """Its reconfigure may load a model for minutes, and is for what the user changes."""
+    for rank, user_config in [(0, "one"), (1, "one"), (2, "two"), (0, "two")]:
+        goal = ranked(driver.goal, rank, user_config)
+        assert await asyncio.to_thread(driver.process.reconfigure, goal) is None
+
+    assert await reconfigured(driver) == ["one", "two"]
+
+
+@pytest.mark.parametrize("driver", ["Ranked"], indirect=True)
+async def test_a_rank_that_came_with_a_bad_user_config_is_told_with_the_next_good_one(driver: Driver) -> None:
+    reconfigure = driver.process.reconfigure
+    assert await asyncio.to_thread(reconfigure, ranked(driver.goal, 2, "good")) is None
+    error = await asyncio.to_thread(reconfigure, ranked(driver.goal, 1, "bad"))
+    assert error is not None
+    assert "ValueError: bad" in error
+    assert await asyncio.to_thread(reconfigure, ranked(driver.goal, 1, "good")) is None
+
+    assert await reconfigured(driver) == [[None, None], ["good", 2], ["good", 1]]
 
 
 @pytest.mark.parametrize(

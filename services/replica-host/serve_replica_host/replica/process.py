@@ -169,10 +169,7 @@ class ReplicaProcess:
         context, before = current_replica(), self._order.goal
         if context is not None:  # as the code must see them when it is told of them
             context.rank, context.world_size = goal.rank, goal.world_size
-        if (goal.user_config, goal.rank) != (before.user_config, before.rank):
-            self._order = msgspec.structs.replace(
-                self._order, goal=msgspec.structs.replace(before, rank=goal.rank)
-            )
+        if goal.user_config != before.user_config or (code.takes_rank and goal.rank != before.rank):
             error = self._call_user(code.reconfigure, goal.user_config, goal.rank)
             if error is not None:
                 return error

@@ -254,10 +254,10 @@ class UserCode:
     """One constructed object or one function. All methods run on the user loop.
 
     This class is the whole contract with user code, the same as Ray Serve's. ``import_path`` names a class, whose
-    instance takes requests in ``__call__`` and may have ``reconfigure(user_config)``, with a parameter ``rank`` if it
-    likes, and ``check_health()``; or a function that takes requests; or an ASGI application. Each may be plain or
-    async. A class whose ``__muster_asgi__`` is an ASGI application (or a function that returns one) handles HTTP by
-    that; its other methods can be called by handles.
+    instance takes requests in ``__call__`` and may have ``reconfigure(user_config)``, also with ``rank``, and
+    ``check_health()``; or a function that takes requests; or an ASGI application. Each may be plain or async. A class
+    whose ``__muster_asgi__`` is an ASGI application (or a function that returns one) handles HTTP by that; its other
+    methods can be called by handles.
     """
 
     def __init__(
@@ -273,6 +273,9 @@ class UserCode:
         """The ASGI application that handles HTTP and WebSockets; None when ``handler`` does."""
         self._methods = {} if handler is None else {"": Method(handler)}
         self._threads = _threads(max_concurrent_queries)
+        self._reconfigure = method = getattr(target, "reconfigure", None)
+        self.takes_rank = callable(method) and "rank" in inspect.signature(method).parameters
+        """True when its ``reconfigure`` has a parameter for the rank, and so is called for each new one."""
 
     @classmethod
     async def construct(
@@ -282,11 +285,10 @@ class UserCode:
         on_constructed: Callable[[Any], None] | None = None,
         code_dir: str = "",
     ) -> UserCode:
-        """Import and construct, run an ASGI application's start-up, then reconfigure when there is a user_config.
+        """Import and construct, run an ASGI application's start-up, then reconfigure as `reconfigure` says.
 
-        ``on_constructed`` is called with the object as soon as its constructor has returned. ``code_dir`` has what
-        was uploaded for it, by digest, with archives unpacked.
-        Raises `UserCodeUnusable`, and any exception of the user's code.
+        ``on_constructed`` is called with the object once its constructor has returned. ``code_dir`` has what was
+        uploaded for it, by digest, with archives unpacked. Raises `UserCodeUnusable`, and what the user's code raises.
         """
         config = goal.replica_config
         init_args: Sequence[Any] = config.init_args
@@ -348,14 +350,12 @@ class UserCode:
         return await result if inspect.isawaitable(result) else result
 
     async def reconfigure(self, user_config: Any, rank: ReplicaRank | None = None) -> None:
-        """Apply what there is, ``rank`` only to a method with a parameter of that name. Raises `UserCodeUnusable`."""
-        method = getattr(self.target, "reconfigure", None)
-        takes_rank = callable(method) and "rank" in inspect.signature(method).parameters
-        if user_config is None and not takes_rank:
+        """Pass on a ``user_config`` that is not None, and ``rank`` where it is taken. Raises `UserCodeUnusable`."""
+        if user_config is None and not self.takes_rank:
             return
-        if method is None:
+        if (method := self._reconfigure) is None:
             raise UserCodeUnusable("user_config is set, but the code has no reconfigure(user_config)")
-        await _await_result(method(user_config, rank=rank) if takes_rank else method(user_config))
+        await _await_result(method(user_config, rank=rank) if self.takes_rank else method(user_config))
 
     async def check_health(self) -> None:
         """Run the user's ``check_health``, and raise what it raises; without one, only the loop is checked."""
