@@ -188,15 +188,12 @@ class DeploymentHandle(Generic[T]):
         for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the response must start by
         then; the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
 
-        Values travel by value and pickled: ``_by_reference=True`` and serializations other than ``cloudpickle`` and
-        ``pickle`` are refused. Replicas are not chosen by their machine: ``_prefer_local_routing=True`` warns.
+        Values travel by value and pickled: ``_by_reference`` has no effect, and serializations other than
+        ``cloudpickle`` and ``pickle`` are refused. Replicas are not chosen by their machine:
+        ``_prefer_local_routing=True`` warns.
         """
         check_serialization("request_serialization", request_serialization, _UNSET)
         check_serialization("response_serialization", response_serialization, _UNSET)
-        if _by_reference not in (_UNSET, False):
-            raise BadField(
-                "_by_reference", "is not possible: values travel as bytes, without Ray's object store"
-            )
         _warn_of_locality(_prefer_local_routing not in (_UNSET, False))
         overrides = {
             "method_name": method_name,

@@ -1,10 +1,11 @@
-"""Ray objects as arguments of calls: their values travel.
+"""Ray objects as arguments of calls: their values travel. And values of responses as Ray objects.
 
 Why not the references: the replica may run in another Ray, where they mean nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final, final
 
 from muster.handles.calls import CallOutcome
@@ -47,3 +48,13 @@ def is_object_ref(value: Any) -> bool:
     """Whether ``value`` is a ``ray.ObjectRef``; Ray is not imported for it."""
     kind = type(value)
     return kind.__name__ == "ObjectRef" and kind.__module__.partition(".")[0] == "ray"
+
+
+def put_in_ray(value: Any) -> Any:
+    """A ``ray.ObjectRef`` of ``value``. Raises RuntimeError where this process uses no Ray: none is started for it."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        raise RuntimeError(
+            "an ObjectRef needs Ray, which this process does not use: await the response instead"
+        )
+    return ray.put(value)

@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, NoReturn, final
 from typing_extensions import TypeVar
 
 from muster.handles.calls import NO_MORE, NOTHING_YET, CallOutcome, HandleCall, ItemStream
+from muster.handles.object_refs import put_in_ray
 from muster.handles.options import RequestCancelledError
 from muster.handles.pickles import to_exception, unpickle
 from muster.handles.wakeups import check_not_on_loop, make_waiter, wait_in_thread
@@ -21,7 +22,7 @@ from serve_common.errors import PermanentError, ServeError
 R = TypeVar("R", default=Any)
 """Type of the value, or of each item, of a response."""
 
-_NO_OBJECT_REF: Final = "a response is no Ray object and has no ObjectRef: await it, and pass its value on"
+_NO_STREAM_REF: Final = "a streamed response has no ObjectRef: read it, and pass its items on"
 
 
 class _Response(Generic[R]):
@@ -55,15 +56,6 @@ class _Response(Generic[R]):
         return call.is_cancelled or (
             call.outcome is not None and isinstance(call.outcome.failure, RequestCancelledError)
         )
-
-    async def _to_object_ref(self) -> NoReturn:
-        raise RuntimeError(_NO_OBJECT_REF)
-
-    def _to_object_ref_sync(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError(_NO_OBJECT_REF)
-
-    _to_object_ref_gen = _to_object_ref
-    _to_object_ref_gen_sync = _to_object_ref_sync
 
     def __reduce__(self) -> NoReturn:
         raise PermanentError(
@@ -112,6 +104,16 @@ class DeploymentResponse(_Response[R]):
             raise TimeoutError(f"no answer within {timeout_s:g} s")
         return self._read()
 
+    async def _to_object_ref(self) -> Any:
+        """The value as a ``ray.ObjectRef`` of this process' Ray, for its tasks and actors; waits for the value."""
+        return put_in_ray(await self)
+
+    def _to_object_ref_sync(
+        self, _timeout_s: float | None = None, *, _allow_running_in_asyncio_loop: bool = False
+    ) -> Any:
+        """As `_to_object_ref`, and waits as `result` does."""
+        return put_in_ray(self.result(_timeout_s, _skip_asyncio_check=_allow_running_in_asyncio_loop))
+
     def _read(self) -> R:
         if not self._is_read:
             outcome = self._call.outcome
@@ -156,6 +158,12 @@ class DeploymentResponseGenerator(_Response[R]):
         raise TypeError(
             "`DeploymentResponseGenerator` doesn't support `.result()`. Use `for`, or `next(response)`"
         )
+
+    async def _to_object_ref_gen(self) -> NoReturn:
+        raise RuntimeError(_NO_STREAM_REF)
+
+    def _to_object_ref_gen_sync(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(_NO_STREAM_REF)
 
     def __aiter__(self) -> AsyncIterator[R]:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -183,7 +184,6 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"_by_reference": True},
         {"request_serialization": "msgpack"},
         {"response_serialization": "orjson"},
     ],
@@ -195,7 +195,7 @@ def test_an_option_that_is_not_there_is_refused_by_name(options: dict[str, Any])
 
 def test_options_that_change_nothing_are_taken_and_locality_warns() -> None:
     handle = DeploymentHandle[object]("a", "default").options(
-        _by_reference=False,
+        _by_reference=True,
         _prefer_local_routing=False,
         request_serialization="cloudpickle",
         response_serialization="pickle",
@@ -231,10 +231,37 @@ async def test_a_response_within_another_value_is_refused_with_a_sentence(world:
     with pytest.raises(RuntimeError, match="streamed response"):
         world.handle().remote(world.handle().options(stream=True).remote())
     assert not response.by_reference
-    with pytest.raises(RuntimeError, match="ObjectRef"):
+
+
+class _FakeRay:
+    """Ray, as far as responses use it."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        self.is_initialized = lambda: is_used
+
+    def put(self, value: Any) -> Any:
+        return ("ref", value)
+
+
+async def test_the_value_of_a_response_becomes_an_object_of_this_process_ray(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", _FakeRay(is_used=True))
+    response = call(world.handle(), 1)
+    (await world.sent()).answer({"a": 1})
+    assert await response._to_object_ref() == ("ref", {"a": 1})
+    assert response._to_object_ref_sync(1, _allow_running_in_asyncio_loop=True) == ("ref", {"a": 1})
+    assert await asyncio.to_thread(response._to_object_ref_sync, _timeout_s=1) == ("ref", {"a": 1})
+    with pytest.raises(RuntimeError, match="event loop"):
+        response._to_object_ref_sync()
+    monkeypatch.setitem(sys.modules, "ray", _FakeRay(is_used=False))
+    with pytest.raises(RuntimeError, match="needs Ray"):
         await response._to_object_ref()
-    with pytest.raises(RuntimeError, match="ObjectRef"):
-        response._to_object_ref_sync(_timeout_s=1)
+    items = stream(world.handle(), 2)
+    with pytest.raises(RuntimeError, match="read it"):
+        await items._to_object_ref_gen()
+    with pytest.raises(RuntimeError, match="read it"):
+        items._to_object_ref_gen_sync()
 
 
 async def test_a_response_is_awaited_in_another_loop_and_thread_than_its_makers(world: World) -> None:
