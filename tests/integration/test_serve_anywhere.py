@@ -163,10 +163,13 @@ print(json.dumps(tried("find", "nobody")))
 """
 
 
-async def test_a_replica_deploys_with_the_credentials_that_it_was_given_and_not_without(
+async def test_a_replica_deploys_with_an_admins_credentials_and_not_without(
     stack: EmbeddedStack, tmp_path: Path
 ) -> None:
-    without = await run(stack, tmp_path, f"VARIABLES = '{{}}'\n{INSIDE}")
+    own, _, _, _ = await run(stack, tmp_path, f"VARIABLES = '{{}}'\n{INSIDE}")
+    assert "outer" in own  # the embedded stack's, which it finds by itself
+    nothing = json.dumps({"MUSTER_STATE_DIR": ""})
+    without = await run(stack, tmp_path, f"VARIABLES = {nothing!r}\n{INSIDE}")
     for line in without[:2]:
         assert "a replica may not deploy, delete, shut down or ask for the status by itself" in line
         assert "MUSTER_NATS_CREDS_FILE" in line

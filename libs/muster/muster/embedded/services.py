@@ -182,8 +182,11 @@ class ServiceSpecs:
             "MUSTER_APP_ROOT": str(self._app_root),
             "MUSTER_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
             "PROMETHEUS_MULTIPROC_DIR": str(self._paths.metrics),
+            # Replicas may deploy and ask for the status by it: they are the same user, who may read it anyway.
+            "MUSTER_STATE_DIR": str(self._paths.root.resolve()),
         }
         if environment.get("MUSTER_REPLICA_USER"):
+            own["MUSTER_STATE_DIR"] = ""
             # That user may not enter the state directory; the host creates the metrics files beside Ray's.
             state = hashlib.sha256(os.fsencode(self._paths.root.resolve())).hexdigest()[:12]
             own["MUSTER_RAY_TEMP_DIR"] = f"/tmp/muster-ray-{state}"  # noqa: S108 - made that user's alone

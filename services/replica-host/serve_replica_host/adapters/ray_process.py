@@ -78,7 +78,9 @@ _BACKLOG_MAX: Final = 500
 """Unprocessed inputs of the host above which no notices are read, so that goals are not delayed."""
 _PAUSE_S: Final = 0.02
 
-_INHERITED: Final = frozenset({"MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STACK_ID", "MUSTER_PROCESS"})
+_INHERITED: Final = frozenset(
+    {"MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STACK_ID", "MUSTER_PROCESS", "MUSTER_STATE_DIR"}
+)
 _RAY_DEFAULTS: Final = {"RUNTIME_ENV_RETRY_TIMES": "1"}
 """Ray would try three times to install a package that does not exist; the controller starts replicas again as it is."""
 _HOST_VARIABLES: Final = re.compile(r"MUSTER_.*|PROMETHEUS_MULTIPROC_DIR")

@@ -78,7 +78,7 @@ NUM_CPUS_MIN: Final = 8
 reserves one by default: four small models would not fit on two cores."""
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 """Size of the object store; near Ray's minimum, because no object passes through Ray."""
-_FORWARDED_VARIABLES: Final = ("MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED")
+_FORWARDED_VARIABLES: Final = ("MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STATE_DIR")
 """Variables that replicas read, and would not inherit from an existing cluster."""
 
 

@@ -412,11 +412,13 @@ def test_replicas_of_another_user_have_their_places_outside_the_state_directory(
     same = of_host(tmp_path, {})
     assert same["MUSTER_RAY_TEMP_DIR"] == str(tmp_path / "ray")
     assert same["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path / "metrics")
+    assert same["MUSTER_STATE_DIR"] == str(tmp_path)
     other = of_host(tmp_path, {"MUSTER_REPLICA_USER": "nobody"})
     told = {"MUSTER_NATS_PASSWORD": "a", "MUSTER_NATS_PASSWORD_FILE": "", "MUSTER_REPLICA_NATS_PASSWORD": "b"}
     settings = read_host_settings(Environment(other | told | {"MUSTER_REPLICA_NATS_PASSWORD_FILE": ""}))
     assert settings.metrics_dir.startswith(settings.own_dir)
     assert str(tmp_path) not in settings.own_dir + settings.ray_temp_dir
+    assert not other["MUSTER_STATE_DIR"]
     assert (
         other["MUSTER_RAY_TEMP_DIR"]
         != of_host(tmp_path / "b", {"MUSTER_REPLICA_USER": "nobody"})["MUSTER_RAY_TEMP_DIR"]

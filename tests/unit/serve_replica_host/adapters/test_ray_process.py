@@ -225,7 +225,7 @@ def test_honest_text_of_any_length_fits() -> None:
 
 def test_nothing_that_the_host_is_told_is_inherited_and_what_users_set_is() -> None:
     inherited = {"PATH": "/bin", "HF_TOKEN": "mine", "RAY_ADDRESS": "a:1", "MUSTER_LOG_LEVEL": "DEBUG"}
-    marks = {"MUSTER_STACK_ID": "1", "MUSTER_PROCESS": "replica-host"}
+    marks = {"MUSTER_STACK_ID": "1", "MUSTER_PROCESS": "replica-host", "MUSTER_STATE_DIR": "/s"}
     hidden = {
         "MUSTER_NATS_PASSWORD": "p",
         "MUSTER_NATS_PASSWORD_FILE": "/run/secrets/nats_host",
