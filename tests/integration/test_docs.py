@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,8 +37,14 @@ PAGES = (
     "docs/how-to/streaming-and-asgi.md",
     "docs/how-to/observe.md",
     "docs/how-to/backup.md",
+    "docs/how-to/http-options.md",
+    "docs/how-to/command-line.md",
+    "docs/how-to/nats-clients.md",
     "docs/coming-from-ray-serve.md",  # the last one: it ends with a shutdown, which deletes everything
 )
+
+FILES_OF = {"docs/how-to/command-line.md": "docs/how-to/applications.md"}
+"""Pages whose commands are about the files of another."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,6 +54,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A running `muster up` as `make run` starts it: its addresses and paths."""
     folder = tmp_path_factory.mktemp("docs")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+    # What the ready-made middlewares ask for, and where one of the page's own is found.
+    (folder / "keys").write_text("shop  s3cr3t-of-at-least-16-characters\n")
+    environment |= {
+        "MUSTER_CORS_ALLOW_ORIGINS": "https://shop.example.org",
+        "MUSTER_API_KEYS_FILE": str(folder / "keys"),
+        "MUSTER_RATE_LIMIT_PER_S": "1000",
+        "MUSTER_MIDDLEWARE_DIR": str(folder / "here"),
+    }
+    (folder / "here").mkdir()
     command = f"{sys.executable} -m muster.cli.main up --deploy-example --json --http-port 0 --nats-port 0 --num-cpus 4"
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
@@ -71,7 +87,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
                 break
         assert found, (folder / "up.log").read_text()
         deadline.cancel()
-        yield found
+        yield found | {"here": folder / "here"}
     finally:
         deadline.cancel()
         up.send_signal(signal.SIGINT)
@@ -81,21 +97,30 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 class Reader:
     """A person who has one page open, a terminal in an empty directory, and the checkout's programs on the path."""
 
-    def __init__(self, folder: Path, stack: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, stack: dict[str, Any]) -> None:
+        self.folder: Path = stack["here"]
         self.url = stack["http_url"]
-        self.environment = {"MUSTER_STATE_DIR": stack["state_dir"]}
-        (folder / "examples").symlink_to(ROOT / "examples")
+        self.environment = {
+            "MUSTER_STATE_DIR": stack["state_dir"],
+            "XDG_CONFIG_HOME": str(self.folder / "config"),
+        }
+        shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        (self.folder / "examples").symlink_to(ROOT / "examples")
+        (self.folder / "prod.creds").symlink_to(Path(stack["state_dir"], "secrets/admin.creds"))
 
     def follow(self, followed: Page) -> None:
         """Write the page's files and run its commands, in order."""
         for block in followed.blocks():
             if block.file_name:
-                file = self.folder / block.file_name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(block.text.replace(STATED_URL, self.url))
+                self.write(block)
             elif block.language == "sh":
                 self.run(block)
+
+    def write(self, block: Block) -> None:
+        file = self.folder / block.file_name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block.text.replace(STATED_URL, self.url))
 
     def run(self, block: Block) -> None:
         commands = list(block.commands())
@@ -118,8 +143,18 @@ class Reader:
                         env=os.environ | self.environment,
                         cwd=self.folder,
                     )
+                case "source":
+                    subprocess.run(
+                        ["bash", "-ec", " ".join(words)],
+                        check=True,
+                        timeout=COMMAND_LIMIT_S,
+                        env=os.environ | self.environment,
+                        cwd=self.folder,
+                    )
                 case "make" | "export" | "docker":
                     continue  # the stack runs already, and this process knows where its programs are
+                case "nats":
+                    continue  # a program of others, which PyPI and Debian do not have
                 case _:
                     pytest.fail(f"who runs {shlex.join(words)}?")
 
@@ -137,8 +172,10 @@ class Reader:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_can_be_followed(
-    stack: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Reader(tmp_path, stack).follow(page(name))
+def test_a_page_can_be_followed(stack: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(stack)
+    monkeypatch.chdir(reader.folder)
+    for block in page(FILES_OF[name]).blocks() if name in FILES_OF else ():
+        if block.file_name:
+            reader.write(block)
+    reader.follow(page(name))

@@ -121,7 +121,7 @@ class ServiceSpecs:
         return [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
             self._spec(HOST, environment, self._host(environment), (NATS,)),
-            self._spec(PROXY, environment, self._proxy(), (NATS,)),
+            self._spec(PROXY, environment, self._proxy(environment), (NATS,)),
         ]
 
     def _with_bytecode(self, environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -197,7 +197,7 @@ class ServiceSpecs:
             own["MUSTER_NUM_CPUS"] = str(self._options.num_cpus)
         return own
 
-    def _proxy(self) -> dict[str, str]:
+    def _proxy(self, environment: Mapping[str, str]) -> dict[str, str]:
         tls = {}
         if self._options.http_cert_file:
             tls = {
@@ -211,7 +211,7 @@ class ServiceSpecs:
             **tls,
             "MUSTER_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.PROXY)),
             "MUSTER_PROXY_ID": "proxy-1",
-            "MUSTER_MIDDLEWARE_DIR": str(self._app_root),
+            "MUSTER_MIDDLEWARE_DIR": environment.get("MUSTER_MIDDLEWARE_DIR") or str(self._app_root),
             "MUSTER_HTTP_HOST": self._options.http_host,
             "MUSTER_HTTP_PORT": str(self._ports["http"]),
             "MUSTER_PROXY_PROCESSES": str(self._options.proxy_processes),

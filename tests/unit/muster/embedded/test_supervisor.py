@@ -400,6 +400,12 @@ def test_the_proxy_is_told_how_many_processes_share_its_port(tmp_path: Path) -> 
         ]
 
 
+def test_middlewares_are_looked_for_beside_the_applications_unless_told(tmp_path: Path) -> None:
+    for environment, expected in (({}, str(Path.cwd())), ({"MUSTER_MIDDLEWARE_DIR": "/own"}, "/own")):
+        [proxy] = [spec for spec in specs(tmp_path).all(environment) if spec.name == "proxy"]
+        assert proxy.env["MUSTER_MIDDLEWARE_DIR"] == expected
+
+
 def test_the_controller_alone_is_told_where_nats_shows_its_state(tmp_path: Path) -> None:
     told = {spec.name: spec.env.get("MUSTER_NATS_MONITOR_URL") for spec in specs(tmp_path).all({})}
     assert told == {"controller": "http://127.0.0.1:1", "replica-host": None, "proxy": None}
