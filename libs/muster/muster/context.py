@@ -99,7 +99,9 @@ def get_replica_context() -> ReplicaContext:
     """The replica that this code runs in. Raises `NotInReplica` in any other process."""
     replica = current_replica()
     if replica is None:
-        raise NotInReplica("get_replica_context() may only be called in a replica")
+        raise NotInReplica(
+            "`serve.get_replica_context()` may only be called from within a replica of a deployment"
+        )
     app_name, _, deployment = replica.backend_tag.rpartition("/")
     return ReplicaContext(
         app_name=app_name,

@@ -44,7 +44,7 @@ def define(
     kind: MetricKind,
     name: str,
     description: str,
-    tag_keys: Iterable[str] | None,
+    tag_keys: tuple[str, ...] | None,
     boundaries: Iterable[float] | None = None,
 ) -> MetricSpec:
     """Build a metric's specification. Raises `MetricRefused`, or TypeError for a value of a wrong type."""
@@ -79,10 +79,10 @@ def _check_name(name: str) -> None:
         )
 
 
-def _checked_tags(name: str, tag_keys: Iterable[str] | None) -> tuple[str, ...]:
-    if isinstance(tag_keys, str):
-        raise TypeError(f"tag_keys of metric {name!r} must be a tuple of names, not the text {tag_keys!r}")
-    keys = tuple(tag_keys or ())
+def _checked_tags(name: str, tag_keys: tuple[str, ...] | None) -> tuple[str, ...]:
+    keys = tag_keys or ()
+    if not isinstance(keys, tuple):
+        raise TypeError(f"tag_keys should be a tuple type, got: {type(keys)}, in metric {name!r}")
     for key in keys:
         if not isinstance(key, str):
             raise TypeError(f"a tag key of metric {name!r} must be a text, not {key!r}")
@@ -183,7 +183,7 @@ class Counter(Metric):
     It is scraped as ``<name>_total``, with the additional label ``backend_tag``, summed over the replicas.
     """
 
-    def __init__(self, name: str, description: str = "", tag_keys: Iterable[str] | None = None) -> None:
+    def __init__(self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None) -> None:
         """Raises `MetricRefused` (a ValueError) for an invalid name or tags, or for too many metrics."""
         super().__init__(_register(define(MetricKind.COUNTER, name, description, tag_keys)))
         self._measure = process_metrics.total(self._spec)
@@ -215,7 +215,7 @@ class Gauge(Metric):
         self,
         name: str,
         description: str = "",
-        tag_keys: Iterable[str] | None = None,
+        tag_keys: tuple[str, ...] | None = None,
         *,
         aggregate: str = "sum",
     ) -> None:
@@ -255,7 +255,7 @@ class Histogram(Metric):
         name: str,
         description: str = "",
         boundaries: Iterable[float] | None = None,
-        tag_keys: Iterable[str] | None = None,
+        tag_keys: tuple[str, ...] | None = None,
     ) -> None:
         """Raises `MetricRefused` as `Counter` does, and for invalid ``boundaries``."""
         super().__init__(_register(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))

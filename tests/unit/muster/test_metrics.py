@@ -84,8 +84,9 @@ def test_tags_that_cannot_be_are_refused(key: str) -> None:
 
 
 def test_what_is_of_a_wrong_type_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="must be a tuple of names"):
-        metrics.Counter("user_a", tag_keys="model")
+    for keys in ("model", ["model"]):
+        with pytest.raises(TypeError, match="tag_keys should be a tuple type, got"):
+            metrics.Counter("user_a", tag_keys=keys)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="name of a metric must be a text"):
         metrics.Counter(7)  # type: ignore[arg-type]
     counter = metrics.Counter("user_b", tag_keys=("model",))

@@ -45,7 +45,7 @@ def test_importing_it_imports_nothing_else() -> None:
 
 
 def test_the_replica_is_known_in_a_replica_only() -> None:
-    with pytest.raises(serve.NotInReplica, match="only be called in a replica"):
+    with pytest.raises(serve.NotInReplica, match="may only be called from within"):
         serve.get_replica_context()
     context = CurrentReplica(
         replica_tag=ReplicaTag("shop/pricing#7"),

@@ -102,7 +102,7 @@ ABSOLUTE_SLO: Final = "X-Serve-Absolute-SLO-MS"
 TIMEOUT: Final = "x-request-timeout-seconds"
 """The same header as Ray Serve's."""
 MODEL_ID: Final = "serve_multiplexed_model_id"
-"""The same header as Ray Serve's."""
+"""The same header as Ray Serve's, which is known with hyphens too: proxies in front may write them for underscores."""
 SHARD_KEY: Final = "x-serve-shard-key"
 """The default header of an endpoint's shard key."""
 
@@ -120,6 +120,7 @@ _HEADER_KINDS: Final = dict.fromkeys(_HOP_BY_HOP, _HeaderKind.HOP_BY_HOP) | {
     b"x-forwarded-proto": _HeaderKind.FORWARDED_PROTO,
     b"x-forwarded-host": _HeaderKind.FORWARDED_HOST,
     MODEL_ID.encode(): _HeaderKind.MODEL_ID,
+    MODEL_ID.replace("_", "-").encode(): _HeaderKind.MODEL_ID,
     SHARD_KEY.encode(): _HeaderKind.SHARD_KEY,
     RELATIVE_SLO.lower().encode(): _HeaderKind.RELATIVE_SLO,
     ABSOLUTE_SLO.lower().encode(): _HeaderKind.ABSOLUTE_SLO,

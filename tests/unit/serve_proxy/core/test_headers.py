@@ -443,6 +443,12 @@ def test_a_client_cannot_have_the_host_left_out_by_naming_it_hop_by_hop() -> Non
     assert read.forwarded == [(b"host", b"h")]
 
 
+def test_the_header_of_the_model_is_known_with_hyphens_too() -> None:
+    read = read_request_headers([(b"Serve-Multiplexed-Model-Id", b"m1")])
+    assert read.model_id == b"m1"
+    assert read.forwarded == [(b"serve-multiplexed-model-id", b"m1")]
+
+
 def test_headers_of_ours_are_read_and_passed_on() -> None:
     read = read_request_headers(
         [
