@@ -7,11 +7,13 @@ Muster knows them. What has no meaning here is refused when it is set, with a se
 
 from __future__ import annotations
 
+import importlib
 import json
+import operator
 import warnings
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -85,6 +87,15 @@ class AutoscalingPolicy(BaseModel):
     def is_default_policy_function(self) -> bool:
         """True when no function of the user's own is set."""
         return self.policy_function in (DEFAULT_POLICY, RAY_DEFAULT_POLICY)
+
+    def get_policy(self) -> Callable[..., Any]:
+        """The function or class itself, imported where a path names it. Raises ImportError and AttributeError."""
+        found: Any = self.policy_function
+        if isinstance(found, str):
+            path = DEFAULT_POLICY if self.is_default_policy_function() else found
+            module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+            found = operator.attrgetter(attribute)(importlib.import_module(module))
+        return cast("Callable[..., Any]", found)
 
     def __hash__(self) -> int:
         return hash((self.policy_function, json.dumps(self.policy_kwargs, sort_keys=True, default=str)))
@@ -214,11 +225,11 @@ class RequestRouterConfig(BaseModel):
     request_router_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Refused unless empty: routers here have no arguments."""
     request_routing_stats_period_s: PositiveFloat = 10
-    """Has no meaning here: replicas report changes at once. Refused unless it is the default."""
+    """Has no effect here: replicas report changes at once."""
     request_routing_stats_timeout_s: PositiveFloat = 30
     """As ``request_routing_stats_period_s``."""
     initial_backoff_s: PositiveFloat = 0.025
-    """Has no meaning here: a request waits for a free slot and is notified. Refused unless it is the default."""
+    """Has no effect here: a request waits for a free slot and is notified."""
     backoff_multiplier: PositiveFloat = 2
     """As ``initial_backoff_s``."""
     max_backoff_s: PositiveFloat = 0.5
@@ -231,18 +242,6 @@ class RequestRouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_counterpart(self) -> RequestRouterConfig:
-        defaults = type(self).model_fields
-        for name in (
-            "request_routing_stats_period_s",
-            "request_routing_stats_timeout_s",
-            "initial_backoff_s",
-            "backoff_multiplier",
-            "max_backoff_s",
-        ):
-            if getattr(self, name) != defaults[name].default:
-                raise ValueError(
-                    f"{name} has no meaning in Muster, whose routers are notified instead of polling; leave it out."
-                )
         if self.request_router_kwargs:
             raise ValueError("request_router_kwargs are not supported: Muster's routers have no arguments.")
         self.get_replica_policy()

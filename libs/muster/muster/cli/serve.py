@@ -198,7 +198,7 @@ def shutdown(
     note_address(address)
     return ChangeRequest(
         command=Shutdown(confirm="everything"),
-        what="everything",
+        what="Sent shutdown request: everything",  # in Ray Serve's words, which scripts look for
         done="is deleted",
         already="is deleted; there is nothing",
         question="" if yes else "Delete every application, deployment, endpoint and backend?",

@@ -443,8 +443,11 @@ def _check_amounts(options: Mapping[str, Any]) -> None:
             raise TypeError(f"ray_actor_options: {name} must be a number, not {amount!r}.")
         if amount < 0:
             raise ValueError(f"ray_actor_options: {name} must not be negative, got {amount}.")
+    resources = options.get("resources", {})
+    if not isinstance(resources, dict):
+        raise TypeError(f"ray_actor_options: resources must be a dict, not {resources!r}.")
     for name in ("CPU", "GPU"):
-        if name in options.get("resources", ()):
+        if name in resources:
             raise ValueError(
                 f"ray_actor_options: use num_{name.lower()}s instead of 'CPU' and 'GPU' in resources."
             )

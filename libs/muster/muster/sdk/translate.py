@@ -63,13 +63,16 @@ def deploy_command(
 
 _NOT_APPLIED: Final = frozenset({"graceful_shutdown_wait_loop_s"})
 """Options that are checked and have no effect."""
+_ROUTING: Final = frozenset({"request_router_class", "request_router_kwargs"})
+"""Fields of a ``request_router_config`` that have one; the others are times of Ray Serve's polling."""
 
 
 def _deployment_spec(
     built: BuiltDeployment, logging_config: dict[str, Any] | LoggingConfig | None
 ) -> DeploymentSpec:
-    for name in sorted(built.deployment.chosen_options & _NOT_APPLIED):
-        _log.warning("%s: %s has no effect in Muster yet.", built.name, name)
+    router = built.deployment.deployment_options.request_router_config
+    for name in sorted(built.deployment.chosen_options & _NOT_APPLIED | router.model_fields_set - _ROUTING):
+        _log.warning("%s: %s has no effect in Muster.", built.name, name)
     config = ReplicaConfig(
         import_path=_import_path(built.deployment.func_or_class),
         code=built.digest,

@@ -75,7 +75,9 @@ class BackPressureError(NoReplicaAvailable):
     def __init__(self, backend_tag: BackendTag, limit: int, protection: BackendProtection) -> None:
         """``limit`` is the queue's limit; ``protection`` has the status and retry-after to respond with."""
         super().__init__(
-            f"Request dropped due to backpressure: {limit} requests wait for backend {backend_tag!r} already"
+            # Ray Serve's words, which programs look for, and whose queue it is.
+            f"Request dropped due to backpressure (num_queued_requests={limit}, max_queued_requests={limit}) "
+            f"of backend {backend_tag!r}."
         )
         config = protection.backpressure_config
         self.status = config.status_code

@@ -9,8 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 import muster as serve
+from muster.autoscaling_policy import default_autoscaling_policy
 from muster.config import (
     AutoscalingConfig,
+    AutoscalingPolicy,
     BackpressureConfig,
     HTTPOptions,
     ProxyLocation,
@@ -74,6 +76,21 @@ def test_defaults_are_those_of_ray_serve() -> None:
 def test_each_option_reaches_the_backend(options: dict[str, Any], field: str, value: Any) -> None:
     assert getattr(deployed(serve.deployment(**options)(Model)).backend_config, field) == value
     assert getattr(deployed(serve.deployment(Model).options(**options)).backend_config, field) == value
+
+
+def test_times_of_ray_serves_polling_have_no_effect_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    deployed(serve.deployment(request_router_config={"max_backoff_s": 2})(Model))
+
+    assert "max_backoff_s has no effect" in caplog.text
+
+
+def test_a_policy_can_be_had_from_its_configuration() -> None:
+    assert AutoscalingConfig().policy.get_policy() is default_autoscaling_policy
+    assert AutoscalingPolicy(policy_function=deployed).get_policy() is deployed
+    for path in ("json:dumps", "json.dumps", "json:JSONEncoder.encode"):
+        assert AutoscalingPolicy(policy_function=path).get_policy().__module__.startswith("json")
+    with pytest.raises(ModuleNotFoundError):
+        AutoscalingPolicy(policy_function="not.there:policy").get_policy()
 
 
 def test_structured_options_reach_the_backend_as_dict_and_as_object() -> None:
@@ -152,6 +169,7 @@ def test_options_copies_and_keeps_the_others() -> None:
         ({"ray_actor_options": {"runtime_env": {"conda": "x"}}}, ValueError, "image of the replica hosts"),
         ({"ray_actor_options": {"num_cpus": -1}}, ValueError, "must not be negative"),
         ({"ray_actor_options": {"resources": {"GPU": 1}}}, ValueError, "instead of 'CPU' and 'GPU'"),
+        ({"ray_actor_options": {"resources": []}}, TypeError, "resources must be a dict"),
         ({"ray_actor_options": []}, TypeError, "Expected a dictionary"),
         ({"max_replicas_per_node": 101}, ValueError, r"\[1, 100\]"),
         ({"max_replicas_per_node": "2"}, TypeError, "Expected None or an integer"),
@@ -159,7 +177,7 @@ def test_options_copies_and_keeps_the_others() -> None:
         ({"gang_scheduling_config": {"gang_size": 2}}, ValueError, "one by one"),
         ({"deployment_actors": [{}]}, ValueError, "bind another deployment"),
         ({"request_router_config": {"request_router_class": "own:Router"}}, ValidationError, "session_id"),
-        ({"request_router_config": {"max_backoff_s": 2}}, ValidationError, "leave it out"),
+        ({"request_router_config": {"max_backoff_s": 0}}, ValidationError, "greater than 0"),
         ({"rolling_update_percentage": 2}, ValidationError, "less than or equal to 1"),
     ],
 )

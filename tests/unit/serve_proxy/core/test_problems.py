@@ -18,6 +18,12 @@ def full(protection: BackendProtection) -> BackPressureError:
     return BackPressureError(BackendTag("default/Model"), 3, protection)
 
 
+_FULL = (
+    "Request dropped due to backpressure (num_queued_requests=3, max_queued_requests=3) "
+    "of backend 'default/Model'."
+)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text", "headers"),
     [
@@ -29,13 +35,13 @@ def full(protection: BackendProtection) -> BackPressureError:
         (
             full(BackendProtection()),
             503,
-            "Request dropped due to backpressure: 3 requests wait for backend 'default/Model' already",
+            _FULL,
             (),
         ),
         (
             full(_CONFIGURED),
             429,
-            "Request dropped due to backpressure: 3 requests wait for backend 'default/Model' already",
+            _FULL,
             (("Retry-After", "7"),),
         ),
         (MethodNotAllowed("PUT", "GET"), 405, None, (("Allow", "GET"),)),

@@ -85,7 +85,7 @@ def to_response(result: Any) -> WholeResponse | PlainStream | Response:
     if isinstance(result, str):
         return WholeResponse(200, TEXT, result.encode())
     if result is None:
-        return WholeResponse(200, TEXT, b"")
+        return WholeResponse(200, _BYTES, b"")
     if isinstance(result, Response):
         if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
             return result
