@@ -143,7 +143,7 @@ class Outer:
 
     def deploy(self):
         serve.run(inner.bind(), name="inside", route_prefix="/inside")
-        return self.status()
+        return [*self.status(), serve.get_app_handle("inside").remote(None).result()]
 
     def find(self, name):
         return [serve.get_deployment_handle("Outer").status.remote().result(), serve.get_app_handle(name).app_name]
@@ -177,7 +177,7 @@ async def test_a_replica_deploys_with_an_admins_credentials_and_not_without(
     given = json.dumps({"MUSTER_NATS_CREDS_FILE": str(file)})
     status, deployed, found, unknown = await run(stack, tmp_path, f"VARIABLES = {given!r}\n{INSIDE}")
     assert "outer" in status
-    assert set(deployed) >= {"outer", "inside"}
+    assert set(deployed) >= {"outer", "inside", "from within"}
     assert found[1] == "outer"
     assert unknown == "Application 'nobody' does not exist."
     assert await asyncio.to_thread(get, f"{stack.record.http_url}/inside") == b"from within"

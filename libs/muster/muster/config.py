@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingContext
+from serve_common.names import DeploymentID
 
 __all__ = [
     "DEFAULT_METRICS_INTERVAL_S",
@@ -39,6 +40,7 @@ __all__ = [
     "BackpressureConfig",
     "ControllerOptions",
     "DeploymentActorConfig",
+    "DeploymentID",
     "GangPlacementStrategy",
     "GangRuntimeFailurePolicy",
     "GangSchedulingConfig",

@@ -15,6 +15,7 @@ from muster.sdk.policies import BuiltPolicy
 from serve_common.api.commands import DeployApplication, DeploymentSpec
 from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingPolicy
 from serve_common.config.backend import (
+    EVERYTHING,
     BackendConfig,
     BackpressureConfig,
     EndpointOptions,
@@ -147,6 +148,7 @@ def _backend_config(
         replica_policy=ReplicaPolicyName(options.request_router_config.get_replica_policy()),
         max_surge_percent=float(options.max_surge_percent) if is_surge_chosen else share,
         max_unavailable_percent=share,
+        may_call=(EVERYTHING,),  # as in Ray Serve: programs find other applications by `get_app_handle`
     )
 
 

@@ -46,6 +46,10 @@ def test_an_update_replaces_no_more_replicas_at_a_time_than_its_share(
     assert backend_config(Model).max_unavailable_percent == 20.0
 
 
+def test_replicas_may_call_other_applications() -> None:
+    assert backend_config(Model).may_call == ("*",)
+
+
 def policy_of(function: Any, **kwargs: Any) -> tuple[AutoscalingPolicy, dict[str, bytes]]:
     """The policy that the controller gets, and all that is uploaded."""
     config = {"max_replicas": 2, "policy": {"policy_function": function, "policy_kwargs": kwargs}}
