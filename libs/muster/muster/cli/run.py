@@ -46,7 +46,7 @@ from muster.embedded.options import RUN_STATE_DIR, StackOptions, StatePaths, sha
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import read_record
 from muster.secrets import Secrets
-from serve_common.api.commands import DeleteApplication
+from serve_common.api.commands import DeleteApplication, DeployApplication
 from serve_common.api.queries import GetAllApplications
 from serve_common.errors import BadField, BusUnavailable, NotFound, ServeError
 from serve_common.identities.roles import Role
@@ -127,7 +127,7 @@ class ServeRun:
                     if self._interrupted_at is None or self._task is None:
                         raise
                     self._task.uncancel()
-                    print_error("interrupted, shutting down; once more ends at once")
+                    print_error("Got KeyboardInterrupt, shutting down... Once more ends at once.")
                     ended, code = self._all, ExitCode.OK
                 else:
                     ended = self._new if code is not ExitCode.OK else set()
@@ -210,6 +210,10 @@ class ServeRun:
                 print_json_line(msgspec.json.encode(ended_as).decode())
                 return
             print_end(change, outcome)
+            if outcome.exit_code is ExitCode.OK and isinstance(change.command, DeployApplication):
+                # Ray Serve's words, which scripts wait for.
+                where = f" at {outcome.urls[0]}" if outcome.urls else ""
+                print_line(f"Application '{change.command.name}' is ready{where}.")
 
         changes = ChangeSet(
             stack, progress, host=address.host, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, report=report
@@ -405,6 +409,7 @@ def _build_run(
                 target,
                 read_arguments(arguments or ()),
                 of_application.read_runtime_env(session.directory),
+                session.directory,
                 places,
                 name=name,
                 route_prefix=of_application.route_prefix or "/",

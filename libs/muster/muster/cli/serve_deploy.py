@@ -106,13 +106,17 @@ def prepare_import_path(
     import_path: str,
     arguments: Mapping[str, str],
     runtime_env: dict[str, Any],
+    directory: Path,
     import_from: Sequence[Path],
     *,
     name: str | None = None,
     route_prefix: str | None = "/",
     is_recorded: bool,
 ) -> ServeRequest:
-    """Import one application. Raises `BadField`."""
+    """Import one application. Raises `BadField`.
+
+    Paths of ``runtime_env`` and of the code are relative to ``directory``.
+    """
     fields: dict[str, Any] = {"import_path": import_path}
     chosen = {"name": name, "args": dict(arguments), "runtime_env": runtime_env}
     fields.update({field: value for field, value in chosen.items() if value})
@@ -120,10 +124,10 @@ def prepare_import_path(
         fields["route_prefix"] = route_prefix
     text = msgspec.json.encode({"applications": [fields]}).decode()
     try:
-        config = check_config(YamlFile(text, import_path), import_from[0])
+        config = check_config(YamlFile(text, import_path), directory)
         schema = config.schema.applications[0]
-        places = [*_working_dir(runtime_env, import_from[0]), *import_from]
-        prepared = prepare_application(schema, places, base=import_from[0], is_recorded=is_recorded)
+        places = [*_working_dir(runtime_env, directory), *import_from]
+        prepared = prepare_application(schema, places, base=directory, is_recorded=is_recorded)
     except BadField as error:
         raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
     return ServeRequest(named=import_path, applications=[prepared])
@@ -174,6 +178,7 @@ def build_import_change(
         import_path,
         read_arguments(arguments),
         options.read_runtime_env(session.directory),
+        session.directory,
         import_places(session, app_dir),
         name=name,
         route_prefix=options.route_prefix or "/",

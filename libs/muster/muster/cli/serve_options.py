@@ -145,6 +145,8 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, str]:
     for text in arguments:
         key, _, value = text.partition("=")
         if not key or not value:
-            raise BadField("KEY=VALUE", f"{text[:80]!r} must be of the form '<key>=<val>'")
+            raise BadField(
+                "KEY=VALUE", f"Invalid application argument {text[:80]!r}, must be of the form '<key>=<val>'."
+            )
         values[key] = value
     return values

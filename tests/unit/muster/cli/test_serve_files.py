@@ -561,7 +561,7 @@ def test_what_build_writes_deploys_what_the_code_says(
     assert muster("build", f"{module}:app", "-o", "built.yaml").exit_code == 0
     built = yaml.safe_load((tmp_path / "built.yaml").read_text())
     [app] = built["applications"]
-    assert (app["name"], app["route_prefix"], app["import_path"]) == ("default", "/", f"{module}:app")
+    assert (app["name"], app["route_prefix"], app["import_path"]) == ("app1", "/", f"{module}:app")
     model, front = app["deployments"]
     assert model == {
         "name": "Model",
@@ -570,7 +570,7 @@ def test_what_build_writes_deploys_what_the_code_says(
     }
     assert front["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 9}
     assert muster("deploy", "built.yaml").exit_code == 0
-    assert muster("deploy", f"{module}:app").exit_code == 0
+    assert muster("deploy", f"{module}:app", "--name", "app1").exit_code == 0
     from_file, from_code = controller.asked_of("deploy_application")
     assert from_file.deployments == from_code.deployments
     several = yaml.safe_load(muster("build", f"{module}:app", f"{module}.app").stdout)
@@ -580,6 +580,25 @@ def test_what_build_writes_deploys_what_the_code_says(
     ]
     refused = muster("build", f"{module}:nothing")
     assert refused.exit_code == 2
+
+
+def test_paths_of_a_runtime_env_are_relative_to_the_directory_of_the_command(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "src"
+    source.mkdir()
+    for each in tmp_path.glob("*.py"):
+        each.rename(source / each.name)
+    (source / "data.txt").write_text("hello")
+    result = muster("deploy", f"{module}:app", "--app-dir", "src", "--working-dir", "./src")
+    assert result.exit_code == 0, result.output
+    assert "default" in sent(controller)
+
+
+def test_an_argument_without_a_value_is_refused_in_ray_serves_words(muster: Muster, module: str) -> None:
+    result = muster("run", "--non-blocking", f"{module}:typed", "word")
+    assert result.exit_code == 2
+    assert "Invalid application argument 'word', must be of the form '<key>=<val>'." in result.stderr
 
 
 def test_config_shows_what_files_have_deployed(muster: Muster, controller: Any) -> None:
