@@ -65,6 +65,39 @@ class Counting(Hello.func_or_class):
 
 app = serve.deployment(Counting, ray_actor_options={"num_cpus": 0.1}).bind()
 """
+SCALED = """
+from pathlib import Path
+
+import muster as serve
+from muster.config import AutoscalingContext, DeploymentID
+
+SCALING = {"min_replicas": 1, "max_replicas": 4, "upscale_delay_s": 0, "metrics_interval_s": 1}
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1}, autoscaling_config=SCALING)
+class Back:
+    def record_autoscaling_stats(self):
+        return {"level": float(Path("LEVEL_FILE").read_text())}
+
+    def __call__(self, request):
+        return "back"
+
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1}, autoscaling_config=SCALING)
+class Front:
+    def __init__(self, back):
+        self.back = back
+
+
+def both(contexts: dict[DeploymentID, AutoscalingContext]):
+    by_name = {each.name: each for each in contexts}
+    levels = contexts[by_name["Back"]].aggregated_metrics.get("level", {})
+    level = max(levels.values(), default=1)
+    return {by_name["Front"]: level, by_name["Back"]: level + 1}, {}
+
+
+app = Front.bind(Back.bind())
+"""
 WORDS = "def polite(text):\n    return text + ','\n"
 
 
@@ -165,6 +198,30 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
     assert status(directory, "hidden")["status"] == "RUNNING"
     assert "is deleted" in muster(directory, "shutdown", "-y")
     assert muster(directory, "config") == "No configuration was found.\n"
+
+
+def test_the_policy_of_an_application_in_a_file_scales_its_deployments(directory: Path, url: str) -> None:
+    (directory / "scaled.py").write_text(SCALED.replace("LEVEL_FILE", str(directory / "level")))
+    (directory / "level").write_text("1")
+    (directory / "s.yaml").write_text(
+        "applications:\n"
+        "- name: scaled\n"
+        "  route_prefix: /scaled\n"
+        "  import_path: scaled:app\n"
+        "  autoscaling_policy:\n"
+        "    policy_function: scaled:both\n"
+    )
+    muster(directory, "deploy", "s.yaml")
+    (directory / "level").write_text("2")
+    deadline = time.monotonic() + 60
+    while True:
+        shown = status(directory, "scaled")["deployments"]
+        running = {name: each["replica_states"].get("RUNNING") for name, each in shown.items()}
+        if running == {"Front": 2, "Back": 3}:
+            break
+        assert time.monotonic() < deadline, muster(directory, "autoscaling", "list")
+        time.sleep(0.5)
+    muster(directory, "shutdown", "-y")
 
 
 def test_a_run_beside_a_stack_reloads_and_deletes_at_ctrl_c_what_it_deployed(

@@ -278,7 +278,7 @@ class ServeApplicationSchema(BaseModel):
     deployments: list[DeploymentSchema] = []
     """Options that override those in the code."""
     autoscaling_policy: dict[str, Any] | None = None
-    """Not supported."""
+    """Fields of an `AutoscalingPolicy` that decides for all autoscaled deployments; None leaves that to their own."""
     args: dict[str, Any] = {}
     """Arguments of the function that builds the application."""
     logging_config: LoggingConfig | None = None
@@ -298,11 +298,13 @@ class ServeApplicationSchema(BaseModel):
 
     @field_validator("autoscaling_policy", mode="before")
     @classmethod
-    def _no_policy(cls, value: dict[str, Any] | AutoscalingPolicy | None) -> None:
-        if value is not None:
-            raise ValueError(
-                "autoscaling_policy of an application is not supported; set it in each deployment."
-            )
+    def _is_a_policy(cls, value: Any) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        if isinstance(value, dict) and value.keys() - AutoscalingPolicy.model_fields.keys():
+            unknown = min(value.keys() - AutoscalingPolicy.model_fields.keys(), key=str)
+            raise ValueError(f"has no field {unknown!r}")
+        return AutoscalingPolicy.model_validate(value).model_dump()
 
     @field_validator("import_path")
     @classmethod

@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from muster.config import AutoscalingPolicy
 from muster.schema import LoggingConfig, ServeApplicationSchema
 from muster.sdk.build import BuiltApplication, BuiltDeployment, build_app
 from muster.sdk.deployments import Application, Deployment
@@ -179,7 +180,14 @@ def build_configured(app: Application, schema: ServeApplicationSchema, base: Pat
     def configure(name: str, deployment: Deployment) -> Deployment:
         return _override(deployment, options.get(name, {}), runtime_env, base)
 
-    built = build_app(app, name=schema.name, route_prefix=schema.route_prefix, configure=configure)
+    policy = schema.autoscaling_policy
+    built = build_app(
+        app,
+        name=schema.name,
+        route_prefix=schema.route_prefix,
+        configure=configure,
+        autoscaling_policy=None if policy is None else AutoscalingPolicy(**policy),
+    )
     names = [each.name for each in built.deployments]
     for at, name in enumerate(schema.deployment_names):
         if name not in names:

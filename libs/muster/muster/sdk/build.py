@@ -15,11 +15,13 @@ from typing import Any, Final, final
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 
+from muster.config import AutoscalingPolicy
 from muster.handles.handle import DeploymentHandle
 from muster.sdk.code import CodeUnpicklable, dump_code
 from muster.sdk.deployments import Application, Deployment
 from muster.sdk.files import Files, PackagedEnvironment
-from muster.sdk.policies import BuiltPolicy, build_policy, find_policy
+from muster.sdk.policies import BuiltPolicy, build_policy, find_application_policy, find_policy
+from serve_common.config.autoscaling import PolicyScope
 from serve_common.protocol.code import digest_code
 
 _log: Final = logging.getLogger("ray.serve")
@@ -42,7 +44,7 @@ class BuiltDeployment(msgspec.Struct, frozen=True, kw_only=True):
     environment: PackagedEnvironment
     """Its ``runtime_env``, with digests in the place of files."""
     policy: BuiltPolicy | None
-    """The autoscaling policy of its own; None for the default one."""
+    """The autoscaling policy of its own or of its application; None for the default one."""
 
 
 class BuiltApplication(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,10 +152,12 @@ def build_app(
     name: str,
     route_prefix: str | None,
     configure: Callable[[str, Deployment], Deployment] = lambda _name, deployment: deployment,
+    autoscaling_policy: AutoscalingPolicy | None = None,
 ) -> BuiltApplication:
     """Build ``app`` under ``name``.
 
     ``configure`` returns each deployment, which it gets with its final name, with the options that it is to have.
+    ``autoscaling_policy`` decides for all autoscaled deployments, in the place of their own policies.
     Raises `CodeUnpicklable`, `LimitReached` for code or files that are too large, and `BadField` for files that cannot
     be read.
     """
@@ -161,13 +165,19 @@ def build_app(
     ingress = builder.add(app)
     configured = [(final, configure(final, each.bound_deployment)) for final, each, _ in builder.order]
     policies = {final: find_policy(final, bound) for final, bound in configured}
+    shared = find_application_policy(autoscaling_policy)
+    replaced = [name for name, own in policies.items() if shared is not None and own is not None]
+    for deployment_name in replaced:
+        _log.warning("The policy of the application replaces that of the deployment '%s'.", deployment_name)
     files = Files()  # after the modules of policies were imported
 
     def replace(value: Any) -> Any:
         return builder.handle(value) if isinstance(value, Application) else value
 
+    built_shared = build_policy(shared, files.travelling, PolicyScope.APPLICATION)
     deployments = []
     for deployment_name, bound in configured:
+        is_autoscaled = bound.deployment_options.autoscaling_config is not None
         code = dump_code(
             bound.func_or_class,
             bound.init_args,
@@ -184,7 +194,9 @@ def build_app(
                 code=code,
                 digest=digest_code(code),
                 environment=files.package(runtime_env, f"{deployment_name}: ray_actor_options.runtime_env"),
-                policy=build_policy(policies[deployment_name], files.travelling),
+                policy=built_shared
+                if built_shared is not None and is_autoscaled
+                else build_policy(policies[deployment_name], files.travelling),
             )
         )
     return BuiltApplication(

@@ -16,9 +16,11 @@ from typing import Any, final
 import msgspec
 
 from muster import autoscaling_policy
+from muster.config import AutoscalingPolicy
 from muster.sdk.code import dump_code
 from muster.sdk.deployments import Deployment
 from muster.sdk.files import is_local
+from serve_common.config.autoscaling import PolicyScope
 from serve_common.errors import BadField, LimitReached
 from serve_common.protocol.code import digest_code
 from serve_common.protocol.evaluation import POLICY_BYTES_MAX
@@ -35,6 +37,8 @@ class BuiltPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The function or class, by `muster.sdk.code.dump_code`; empty where the controller imports it."""
     digest: str = ""
     """Name of the code in the code store; empty for none."""
+    scope: PolicyScope = PolicyScope.DEPLOYMENT
+    """What one call decides."""
 
 
 @final
@@ -52,10 +56,22 @@ class FoundPolicy(msgspec.Struct, frozen=True, kw_only=True):
 def find_policy(deployment_name: str, deployment: Deployment) -> FoundPolicy | None:
     """The policy in a deployment's ``autoscaling_config``, imported; None for the default one. Raises `BadField`."""
     config = deployment.deployment_options.autoscaling_config
-    if config is None or config.policy.is_default_policy_function():
+    return None if config is None else _find(config.policy, f"{deployment_name}: autoscaling_config.policy")
+
+
+def find_application_policy(policy: AutoscalingPolicy | None) -> FoundPolicy | None:
+    """The policy of an application, imported; None for none. Raises `BadField`."""
+    where = "autoscaling_policy"
+    found = None if policy is None else _find(policy, where)
+    if found is not None and found.target is None:
+        raise BadField(where, f"{found.path} cannot be imported")
+    return found
+
+
+def _find(policy: AutoscalingPolicy, where: str) -> FoundPolicy | None:
+    if policy.is_default_policy_function():
         return None
-    where = f"{deployment_name}: autoscaling_config.policy"
-    target: Any = config.policy.policy_function
+    target: Any = policy.policy_function
     if isinstance(target, str):
         module_name, separator, attribute = target.partition(":")
         if not separator:  # Ray Serve takes dots alone too
@@ -73,7 +89,7 @@ def find_policy(deployment_name: str, deployment: Deployment) -> FoundPolicy | N
             check_policy(target, path)
         except PolicyUnusable as error:
             raise BadField(where, str(error)) from None
-    return FoundPolicy(where=where, path=path, target=target, kwargs=config.policy.policy_kwargs)
+    return FoundPolicy(where=where, path=path, target=target, kwargs=policy.policy_kwargs)
 
 
 def _import(module_name: str, attribute: str, where: str) -> Any:
@@ -97,14 +113,21 @@ def _readable_path(module: str, qualified_name: str) -> str:
     return f"{module}:{name if name.replace('.', '_').isidentifier() else 'function'}"
 
 
-def build_policy(policy: FoundPolicy | None, travelling: Mapping[str, str]) -> BuiltPolicy | None:
+def build_policy(
+    policy: FoundPolicy | None,
+    travelling: Mapping[str, str],
+    scope: PolicyScope = PolicyScope.DEPLOYMENT,
+) -> BuiltPolicy | None:
     """``policy``, pickled where the controller cannot import it; ``travelling`` files as in `dump_code`.
+
+    That of an application is always pickled.
 
     Raises `CodeUnpicklable`, and `LimitReached` for a policy that is too large.
     """
     if policy is None:
         return None
-    if policy.target is None or _is_importable(policy.target):
+    is_shared = scope is PolicyScope.APPLICATION
+    if policy.target is None or (_is_importable(policy.target) and not is_shared):
         return BuiltPolicy(path=policy.path, kwargs=policy.kwargs)
     code = dump_code(policy.target, (), {}, name=policy.where, files=travelling)
     if len(code) > POLICY_BYTES_MAX:
@@ -112,7 +135,9 @@ def build_policy(policy: FoundPolicy | None, travelling: Mapping[str, str]) -> B
             f"{policy.where}: the policy and what it refers to have {len(code):,} bytes, and at most "
             f"{POLICY_BYTES_MAX:,} travel"
         )
-    return BuiltPolicy(path=policy.path, kwargs=policy.kwargs, code=code, digest=digest_code(code))
+    return BuiltPolicy(
+        path=policy.path, kwargs=policy.kwargs, code=code, digest=digest_code(code), scope=scope
+    )
 
 
 def _is_importable(target: Any) -> bool:

@@ -155,7 +155,9 @@ def _backend_config(
 def _autoscaling(config: ServeAutoscaling, built: BuiltPolicy | None) -> AutoscalingConfig:
     policy = AutoscalingPolicy()
     if built is not None:
-        policy = AutoscalingPolicy(policy_function=built.path, policy_kwargs=built.kwargs, code=built.digest)
+        policy = AutoscalingPolicy(
+            policy_function=built.path, policy_kwargs=built.kwargs, code=built.digest, scope=built.scope
+        )
     aggregation = ServeAutoscaling.model_fields["aggregation_function"].default
     return AutoscalingConfig(
         min_replicas=config.min_replicas,

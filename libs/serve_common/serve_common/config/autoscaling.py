@@ -23,6 +23,15 @@ class AggregationFunction(Enum):
     MIN = "min"
 
 
+class PolicyScope(Enum):
+    """What one call of a policy decides."""
+
+    DEPLOYMENT = "deployment"
+    """The replicas of one deployment."""
+    APPLICATION = "application"
+    """Those of all deployments of an application that have this policy."""
+
+
 class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A user's function that decides the number of replicas; names as in Ray Serve."""
 
@@ -35,6 +44,9 @@ class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     otherwise of no effect, as in Ray Serve."""
     code: str = ""
     """Digest of an uploaded function or class, which a running replica of the backend evaluates; not in Ray Serve."""
+    scope: PolicyScope = PolicyScope.DEPLOYMENT
+    """What one call decides. The policy of an application needs ``code``; it takes the contexts of its deployments by
+    ``deployment_id``, and returns their numbers and their next states likewise."""
 
 
 class QueryMeaning(Enum):
@@ -155,6 +167,8 @@ def _check_policy(policy: AutoscalingPolicy, field: str) -> None:
         check_digest(policy.code, f"{field}.code")
         if not policy.policy_function:
             raise BadField(f"{field}.code", "needs a policy_function that names it")
+    elif policy.scope is PolicyScope.APPLICATION:
+        raise BadField(f"{field}.scope", "an application's policy needs code")
     check_size(policy.policy_kwargs, f"{field}.policy_kwargs")
 
 

@@ -28,6 +28,8 @@ POLICY_BYTES_MAX: Final = PAGE_BYTES_MAX
 """Most bytes of an uploaded policy: it travels with each request."""
 STATS_MAX: Final = 64
 """Most values of one replica."""
+DECISIONS_MAX: Final = 1_000
+"""Most deployments for which a policy of an application decides."""
 
 _Id = Annotated[str, Meta(max_length=64)]
 _Tag = Annotated[ReplicaTag, Meta(max_length=200)]
@@ -60,7 +62,10 @@ class PolicyCall(msgspec.Struct, frozen=True, kw_only=True):
     """The pickle that ``digest`` names."""
     kwargs: dict[str, Any]
     """Arguments of the constructor, where the policy is a class."""
-    context: AutoscalingContext
+    context: AutoscalingContext | None = None
+    """Argument of the policy of one deployment."""
+    application: list[AutoscalingContext] | None = None
+    """Arguments of the policy of an application: the contexts of its deployments."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +73,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: PolicyCall | None = None
     """None asks for what ``record_autoscaling_stats`` returns."""
+
+
+class PolicyDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy of an application decided for one deployment."""
+
+    num_replicas: Annotated[float, Meta(ge=0, le=2.0**31)]
+    policy_state: dict[str, Any]
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,18 +92,23 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     num_replicas: Annotated[float, Meta(ge=0, le=2.0**31)] = 0.0
     policy_state: dict[str, Any] | None = None
     """The policy's next state; None leaves it unchanged."""
+    decisions: Annotated[dict[_Name, PolicyDecision], Meta(max_length=DECISIONS_MAX)] | None = None
+    """By deployment, of the policy of an application; those that it left out keep their replicas."""
 
 
 def check_evaluation(result: EvaluationResult) -> EvaluationResult:
     """Return ``result`` if it can be used: the replica that it came from may be hostile. Raises `BadField`."""
-    if not math.isfinite(result.num_replicas):
-        raise BadField("num_replicas", "must be a finite number")
+    decisions = result.decisions or {}
+    for number in (result.num_replicas, *(each.num_replicas for each in decisions.values())):
+        if not math.isfinite(number):
+            raise BadField("num_replicas", "must be a finite number")
     for name, value in (result.stats or {}).items():
         if not math.isfinite(value):
             raise BadField(f"stats.{name}", "must be a finite number")
-    if result.policy_state is not None:
+    for state in (result.policy_state, *(each.policy_state for each in decisions.values())):
         try:
-            check_size(result.policy_state, "policy_state")
+            if state is not None:
+                check_size(state, "policy_state")
         except (TypeError, ValueError, RecursionError) as error:
             raise BadField("policy_state", f"must be what JSON can say: {error}") from None
     return result

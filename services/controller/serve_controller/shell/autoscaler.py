@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from serve_common.clock import Clock
-from serve_common.config.autoscaling import AutoscalingContext, LoadPoint
+from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy, LoadPoint, PolicyScope
 from serve_common.names import BackendTag, DeploymentID
 from serve_common.protocol.reports import Wake
 from serve_controller.core.autoscaling.demand import within
@@ -62,6 +62,10 @@ class _BackendState:
         self.counts: Counter[str] = Counter()
         """Number of decisions by verdict."""
         self.wakeups = 0
+
+    def hold(self, why: str) -> None:
+        """Take the last sample for unknown, so that the number of replicas stays."""
+        self.samples[-1] = msgspec.structs.replace(self.samples[-1], seen=None, burst=None, missing=why)
 
 
 @final
@@ -108,9 +112,11 @@ class Autoscaler:
     async def evaluate(self, now: float) -> None:
         """Read the loads of all backends that are due, and decide on their replicas."""
         self._sync_backends()
-        due = [tag for tag, tracked in self._tracked.items() if now >= tracked.evaluate_at]
-        if not due:
+        groups = {tag: self._group(tag) for tag in self._tracked}
+        due_groups = {groups[tag] for tag, tracked in self._tracked.items() if now >= tracked.evaluate_at}
+        if not due_groups:
             return
+        due = [tag for tag, group in groups.items() if group in due_groups]
         checkpoint, observed = self._term.checkpoint, self._term.observed
         requests = build_load_requests(checkpoint, observed, due, now)
         for request in requests:
@@ -119,20 +125,30 @@ class Autoscaler:
             self._tracked[request.backend_tag].evaluate_at = _next_evaluation(now, interval_s)
         samples = await self._loads.read(requests, build_scrape_targets(observed, now), now)
         decisions: dict[BackendTag, ScalingDecision] = {}
-        configs = {request.backend_tag: request.config for request in requests}
+        by_group: dict[tuple[str, str], dict[BackendTag, LoadSample]] = {}
+        for tag, sample in samples.items():
+            by_group.setdefault(groups[tag], {})[tag] = sample
+        are_in_replicas = {
+            groups[request.backend_tag]: bool(request.config.policy.code) for request in requests
+        }
         policy_slots = asyncio.Semaphore(POLICIES_AT_ONCE)
 
-        async def decide(tag: BackendTag, sample: LoadSample) -> None:
+        async def decide(group: tuple[str, str]) -> None:
             # What runs in replicas needs no process here, and must not make others wait when it hangs.
-            async with contextlib.nullcontext() if configs[tag].policy.code else policy_slots:
-                decision = await self._decide(tag, sample)
-            if decision is not None:
-                decisions[tag] = decision
+            async with contextlib.nullcontext() if are_in_replicas[group] else policy_slots:
+                decisions.update(await self._decide(by_group[group]))
 
         async with asyncio.TaskGroup() as tasks:
-            for tag, sample in samples.items():
-                tasks.create_task(decide(tag, sample), name=f"autoscale {tag}")
+            for group in by_group:
+                tasks.create_task(decide(group), name=f"autoscale {group[0]}")
         self._term.scale(decisions)
+
+    def _group(self, tag: BackendTag) -> tuple[str, str]:
+        """What shares one call of a policy: a backend, or those of an application that have its policy."""
+        config = self._term.checkpoint.backends[tag].autoscaling
+        if config is None or config.policy.scope is PolicyScope.DEPLOYMENT:
+            return tag, ""
+        return tag.rpartition("/")[0], config.policy.code
 
     def _sync_backends(self) -> None:
         """Add backends that are new and remove those that are gone."""
@@ -147,45 +163,67 @@ class Autoscaler:
         if self._programs is not None:
             self._programs.forget(tags)
 
-    async def _decide(self, tag: BackendTag, sample: LoadSample) -> ScalingDecision | None:
-        tracked = self._tracked.get(tag)
-        backend = self._term.checkpoint.backends.get(tag)
-        if tracked is None or backend is None or backend.autoscaling is None:
-            return None  # paused or deleted while the load was read
-        self.samples[sample.source or "none", "missing" if sample.seen is None else "ok"] += 1
-        inputs = self._inputs(backend)
-        tracked.samples.append(sample)
-        if sample.seen is not None:
-            tracked.read_at = sample.at
-        policy = inputs.config.policy
+    async def _decide(self, samples: Mapping[BackendTag, LoadSample]) -> dict[BackendTag, ScalingDecision]:
+        """Decide on the backends of one group."""
+        group: dict[BackendTag, _BackendState] = {}
+        inputs: dict[BackendTag, ScalingInput] = {}
+        for tag, sample in samples.items():
+            tracked, backend = self._tracked.get(tag), self._term.checkpoint.backends.get(tag)
+            if tracked is None or backend is None or backend.autoscaling is None:
+                continue  # paused or deleted while the load was read
+            self.samples[sample.source or "none", "missing" if sample.seen is None else "ok"] += 1
+            tracked.samples.append(sample)
+            if sample.seen is not None:
+                tracked.read_at = sample.at
+            group[tag], inputs[tag] = tracked, self._inputs(backend)
+        if any(one.config.policy.policy_function for one in inputs.values()):
+            inputs = await self._with_policy(group, inputs)
+        decisions = {}
+        for tag, one in inputs.items():
+            tracked = group[tag]
+            decided = decide_scaling(one, list(tracked.samples), tracked.state, self._clock.now())
+            self._apply(tag, tracked, decided, samples[tag].source)
+            decisions[tag] = decided
+        return decisions
+
+    async def _with_policy(
+        self, group: Mapping[BackendTag, _BackendState], inputs: Mapping[BackendTag, ScalingInput]
+    ) -> dict[BackendTag, ScalingInput]:
+        """``inputs`` with what the policy of the group returns, without those whose number stays as it is."""
+        policy = next(iter(inputs.values())).config.policy
         # Without replicas nothing evaluates a program's policy: requests wake them; those that start are waited for.
-        is_evaluable = inputs.num_running > 0 or not policy.code
-        if not is_evaluable and inputs.num_replicas:
-            if inputs.num_replicas == within(inputs.num_replicas, inputs.config):
-                return None
-            sample = msgspec.structs.replace(
-                sample, seen=None, burst=None, missing="its replicas are starting"
-            )
-            tracked.samples[-1] = sample
-        if policy.policy_function and sample.seen is not None and is_evaluable:
-            try:
-                result = await self._call_policy(backend, inputs, tracked)
-            except PolicyFailed as error:
-                why = (
-                    f"the policy {inputs.config.policy.policy_function} failed: {last_line(str(error))[:300]}"
+        if policy.code and not any(one.num_running for one in inputs.values()):
+            for tag, one in inputs.items():
+                if one.num_replicas:
+                    group[tag].hold("its replicas are starting")
+            return {
+                tag: one
+                for tag, one in inputs.items()
+                if not one.num_replicas or one.num_replicas != within(one.num_replicas, one.config)
+            }
+        unknown = [tag for tag, tracked in group.items() if tracked.samples[-1].seen is None]
+        if unknown:
+            for tag in group.keys() - set(unknown):
+                group[tag].hold(
+                    f"the load of {unknown[0]} is not known: {group[unknown[0]].samples[-1].missing}"
                 )
-                _log.warning("policy_failed", backend_tag=tag, error=str(error))
+            return dict(inputs)
+        try:
+            results = await self._call_policy(policy, group, inputs)
+        except PolicyFailed as error:
+            _log.warning("policy_failed", backend_tags=sorted(group), error=str(error))
+            for tag, tracked in group.items():
                 # One that fails, or hangs, is not called every second.
-                tracked.evaluate_at = _next_evaluation(self._clock.now(), inputs.config.metrics_interval_s)
-                sample = msgspec.structs.replace(sample, seen=None, burst=None, missing=why)
-                tracked.samples[-1] = sample
-            else:
-                inputs = msgspec.structs.replace(
-                    inputs, policy_target=result.num_replicas, new_policy_state=result.policy_state
-                )
-        decided = decide_scaling(inputs, list(tracked.samples), tracked.state, self._clock.now())
-        self._apply(tag, tracked, decided, sample.source)
-        return decided
+                interval_s = inputs[tag].config.metrics_interval_s
+                tracked.evaluate_at = _next_evaluation(self._clock.now(), interval_s)
+                tracked.hold(f"the policy {policy.policy_function} failed: {last_line(str(error))[:300]}")
+            return dict(inputs)
+        return {
+            tag: msgspec.structs.replace(
+                inputs[tag], policy_target=result.num_replicas, new_policy_state=result.policy_state
+            )
+            for tag, result in results.items()
+        }
 
     def _inputs(self, backend: Backend) -> ScalingInput:
         assert backend.autoscaling is not None
@@ -196,14 +234,35 @@ class Autoscaler:
         )
 
     async def _call_policy(
-        self, backend: Backend, inputs: ScalingInput, tracked: _BackendState
-    ) -> PolicyResult:
-        config, sample = inputs.config, tracked.samples[-1]
-        tag, now = backend.backend_tag, self._clock.now()
+        self,
+        policy: AutoscalingPolicy,
+        group: Mapping[BackendTag, _BackendState],
+        inputs: Mapping[BackendTag, ScalingInput],
+    ) -> dict[BackendTag, PolicyResult]:
+        backends = self._term.checkpoint.backends
+        contexts = {tag: await self._context(tag, tracked, inputs[tag]) for tag, tracked in group.items()}
+        if policy.code:
+            if self._programs is None:
+                raise PolicyFailed("policies that came with programs are off in this controller")
+            replicas = sorted(
+                (replica for tag in group for replica in self._running(tag)), key=lambda each: each.ordinal
+            )
+            if policy.scope is PolicyScope.APPLICATION:
+                return await self._programs.run_application(policy, replicas, contexts)
+            [(tag, context)] = contexts.items()
+            return {tag: await self._programs.run(tag, policy, replicas, context)}
+        [(tag, context)] = contexts.items()
+        app_dir = backends[tag].target.replica_config.app_dir
+        return {tag: await self._policies.run(policy, app_dir, context)}
+
+    async def _context(
+        self, tag: BackendTag, tracked: _BackendState, inputs: ScalingInput
+    ) -> AutoscalingContext:
+        config, sample, now = inputs.config, tracked.samples[-1], self._clock.now()
         app, _, deployment = tag.rpartition("/")
         replicas = self._running(tag)
         series = {} if self._programs is None else await self._programs.record(tag, replicas, config, now)
-        context = AutoscalingContext(
+        return AutoscalingContext(
             deployment_name=deployment,
             app_name=app,
             current_num_replicas=inputs.num_running,
@@ -223,11 +282,6 @@ class Autoscaler:
             raw_metrics={name: {r: list(p) for r, p in of.items()} for name, of in series.items()},
             config=config,
         )
-        if config.policy.code:
-            if self._programs is None:
-                raise PolicyFailed("policies that came with programs are off in this controller")
-            return await self._programs.run(tag, config.policy, replicas, context)
-        return await self._policies.run(config.policy, backend.target.replica_config.app_dir, context)
 
     def _running(self, tag: BackendTag) -> list[Replica]:
         """Replicas that take requests, the oldest first."""

@@ -7,8 +7,8 @@ that was silent, to the next one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, final
 
 import structlog
 
@@ -102,12 +102,39 @@ class ProgramPolicies:
         context: AutoscalingContext,
     ) -> PolicyResult:
         """What the policy returns in one of ``replicas``, the oldest first. Raises `PolicyFailed`."""
+        result = await self._call(tag, policy, replicas, context=context)
+        return PolicyResult(num_replicas=result.num_replicas, policy_state=result.policy_state)
+
+    async def run_application(
+        self,
+        policy: AutoscalingPolicy,
+        replicas: Sequence[Replica],
+        contexts: Mapping[BackendTag, AutoscalingContext],
+    ) -> dict[BackendTag, PolicyResult]:
+        """What the policy of an application returns in one of ``replicas``, for each backend that it decides on.
+
+        Raises `PolicyFailed`.
+        """
+        result = await self._call(min(contexts), policy, replicas, application=list(contexts.values()))
+        tags = {context.deployment_name: tag for tag, context in contexts.items()}
+        decisions = result.decisions or {}
+        if decisions.keys() - tags.keys():
+            raise PolicyFailed("it decided on deployments that it was not asked for")
+        return {
+            tags[name]: PolicyResult(num_replicas=one.num_replicas, policy_state=one.policy_state)
+            for name, one in decisions.items()
+        }
+
+    async def _call(
+        self, tag: BackendTag, policy: AutoscalingPolicy, replicas: Sequence[Replica], **arguments: Any
+    ) -> EvaluationResult:
+        """``tag`` names the caller; ``arguments`` are the context, or those of an application."""
         call = PolicyCall(
             name=policy.policy_function,
             digest=policy.code,
             code=await self._read(policy.code),
             kwargs=policy.policy_kwargs,
-            context=context,
+            **arguments,
         )
         known = self._known.setdefault(tag, _BackendStats())
         if not replicas:
@@ -121,7 +148,7 @@ class ProgramPolicies:
             raise
         if result.error:
             raise PolicyFailed(result.error)
-        return PolicyResult(num_replicas=result.num_replicas, policy_state=result.policy_state)
+        return result
 
     async def _request(self, replica: Replica, slots: asyncio.Semaphore, deadline: float) -> EvaluationResult:
         async with slots:

@@ -90,7 +90,6 @@ def fields(name: str) -> set[str]:
 VALUES: dict[str, Any] = {
     "proxy_location": "HeadOnly",
     "target_capacity": 50.0,
-    "applications.autoscaling_policy": {"policy_function": "a:b"},
     "applications.host": "127.0.0.1",
     "applications.port": 8001,
 }

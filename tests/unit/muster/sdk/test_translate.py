@@ -16,7 +16,12 @@ from muster.sdk.build import build_app
 from muster.sdk.code import CodeUnpicklable
 from muster.sdk.deployments import Deployment
 from muster.sdk.translate import deploy_command
-from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from serve_common.config.autoscaling import (
+    AutoscalingConfig,
+    AutoscalingContext,
+    AutoscalingPolicy,
+    PolicyScope,
+)
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import BadField, LimitReached
 from serve_common.protocol.code import digest_code
@@ -91,6 +96,38 @@ def test_a_policy_that_only_the_program_has_is_uploaded_and_an_installed_one_is_
         default_autoscaling_policy,
     ):
         assert policy_of(default)[0] == AutoscalingPolicy()
+
+
+def test_the_policy_of_an_application_is_that_of_all_that_are_autoscaled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = {"max_replicas": 2, "policy": {"policy_function": Policy}}
+    app = build_app(
+        Model.options(name="Front", autoscaling_config=own).bind(
+            Model.options(name="Back", num_replicas="auto").bind(), Model.options(name="Fixed").bind()
+        ),
+        name="app",
+        route_prefix="/",
+        autoscaling_policy=ServePolicy(policy_function="json:dumps"),
+    )
+    specs = {spec.name: spec for spec in deploy_command(app, None, external_scaler=False).deployments}
+    policies = {
+        name: spec.backend_config.autoscaling_config and spec.backend_config.autoscaling_config.policy
+        for name, spec in specs.items()
+    }
+    shared = policies["Front"]
+    assert shared is not None
+    assert (shared.policy_function, shared.scope) == ("json:dumps", PolicyScope.APPLICATION)
+    assert digest_code(app.uploads[shared.code]) == shared.code, "an installed function travels by name"
+    assert policies == {"Front": shared, "Back": shared, "Fixed": None}
+    assert "replaces that of the deployment 'Front'" in caplog.text
+    with pytest.raises(BadField, match=r"autoscaling_policy: nowhere\.policies:both cannot be imported"):
+        build_app(
+            Model.bind(),
+            name="app",
+            route_prefix="/",
+            autoscaling_policy=ServePolicy(policy_function="nowhere.policies:both"),
+        )
 
 
 def test_a_policy_that_cannot_decide_or_travel_is_refused() -> None:

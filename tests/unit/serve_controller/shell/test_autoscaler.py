@@ -13,6 +13,7 @@ from serve_common.config.autoscaling import (
     AutoscalingConfig,
     AutoscalingContext,
     AutoscalingPolicy,
+    PolicyScope,
     TimeStampedValue,
 )
 from serve_common.names import BackendTag, DeploymentID, HostId, ProxyId
@@ -140,6 +141,9 @@ class Rig:
     async def look(self, after_s: float = 0.0) -> None:
         self.clock.time += after_s
         await self.autoscaler.evaluate(self.clock.time)
+
+    def last_of_all(self) -> list[ScalingDecision]:
+        return list(self.term.scaled[-1].values())
 
     @property
     def last(self) -> ScalingDecision:
@@ -324,6 +328,82 @@ async def test_a_programs_policy_waits_for_a_replica_and_limits_apply_meanwhile(
     rig.loads.loads["default/a"] = 0.0
     await rig.look()
     assert (rig.last.target, programs.asked) == (0, [])
+
+
+OF_APPLICATION = msgspec.structs.replace(
+    IN_PROGRAM,
+    policy=AutoscalingPolicy(policy_function="m:f", code="0" * 64, scope=PolicyScope.APPLICATION),
+)
+OTHER = BackendTag("default/b")
+
+
+class SharedPrograms(FakePrograms):
+    """The policy of an application: what it returns for each backend, and the contexts that it got."""
+
+    def __init__(self, numbers: dict[BackendTag, float] | PolicyFailed) -> None:
+        super().__init__(PolicyFailed("it is no deployment's"))
+        self.numbers = numbers
+        self.shared: list[tuple[list[str], dict[BackendTag, AutoscalingContext]]] = []
+
+    async def run_application(
+        self,
+        policy: AutoscalingPolicy,
+        replicas: Sequence[Replica],
+        contexts: Mapping[BackendTag, AutoscalingContext],
+    ) -> dict[BackendTag, PolicyResult]:
+        self.shared.append(([replica.replica_tag for replica in replicas], dict(contexts)))
+        if isinstance(self.numbers, PolicyFailed):
+            raise self.numbers
+        return {
+            tag: PolicyResult(num_replicas=number, policy_state={"of": tag})
+            for tag, number in self.numbers.items()
+        }
+
+
+def shared_rig(
+    numbers: dict[BackendTag, float] | PolicyFailed, *, others: int = 1
+) -> tuple[Rig, SharedPrograms]:
+    """Two backends of one application; the second has ``others`` running replicas."""
+    rig = Rig(FakeLoads(a=3.0, b=1.0), config=OF_APPLICATION, num=2)
+    version = get_version(num_replicas=others, autoscaling_config=msgspec.to_builtins(OF_APPLICATION))
+    replicas = [replica_of(10 + n, version, tag=OTHER) for n in range(others)]
+    rig.term.checkpoint = checkpoint_of(backend_of(version, OTHER), *replicas, base=rig.term.checkpoint)
+    programs = SharedPrograms(numbers)
+    rig.autoscaler = Autoscaler(rig.term, rig.loads, rig.policies, rig.clock, programs)
+    return rig, programs
+
+
+async def test_the_policy_of_an_application_is_called_once_for_all_of_its_backends() -> None:
+    rig, programs = shared_rig({TAG: 4.2, OTHER: 3})
+    await rig.look()
+    await rig.look(1.0)
+    [_, (tags, contexts)] = programs.shared
+    assert tags == [f"{TAG}#1", f"{TAG}#2", f"{OTHER}#10"], "the oldest replica of all evaluates it"
+    assert [contexts[tag].total_num_requests for tag in (TAG, OTHER)] == [3.0, 1.0]
+    assert [contexts[tag].policy_state for tag in (TAG, OTHER)] == [{"of": TAG}, {"of": OTHER}]
+    assert {tag: decision.target for tag, decision in rig.term.scaled[-1].items()} == {TAG: 5, OTHER: 3}
+
+
+async def test_a_backend_that_the_policy_leaves_out_stays_and_one_without_replicas_is_decided_on() -> None:
+    rig, programs = shared_rig({OTHER: 2}, others=0)
+    await rig.look()
+    assert {tag: decision.target for tag, decision in rig.term.scaled[-1].items()} == {OTHER: 2}
+    assert len(programs.shared) == 1
+
+
+async def test_all_backends_hold_where_the_policy_of_their_application_fails_or_a_load_is_unknown() -> None:
+    rig, programs = shared_rig(PolicyFailed("ValueError: no"))
+    await rig.look()
+    await rig.look(1.0)
+    assert len(programs.shared) == 1, "it is not called every second"
+    assert {one.verdict for one in rig.term.scaled[0].values()} == {ScalingDecisionKind.HELD}
+    assert {tag for tag, one in rig.term.scaled[0].items() if "ValueError: no" in one.why} == {TAG, OTHER}
+    rig, programs = shared_rig({TAG: 4, OTHER: 3})
+    rig.loads.loads["default/b"] = None
+    await rig.look()
+    assert programs.shared == []
+    assert {one.verdict for one in rig.last_of_all()} == {ScalingDecisionKind.HELD}
+    assert f"the load of {OTHER} is not known: p2 is silent" in rig.last.why
 
 
 # -- waking ------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 
 from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingPolicy
 from serve_common.errors import NotFound
-from serve_common.names import HostId, ReplicaTag
-from serve_common.protocol.evaluation import Evaluation, EvaluationResult
+from serve_common.names import BackendTag, HostId, ReplicaTag
+from serve_common.protocol.evaluation import Evaluation, EvaluationResult, PolicyDecision
 from serve_controller.core.objects import Replica
 from serve_controller.ports import PolicyFailed, PolicyResult, ReplicaSilent
 from serve_controller.shell.program_policies import RETRY_S, ProgramPolicies
@@ -88,6 +88,24 @@ async def test_after_a_silent_replica_the_next_one_evaluates_and_one_that_raises
         with pytest.raises(PolicyFailed, match="by zero"):
             await rig.run()
     assert rig.asked == [rig.first, rig.second, rig.second]
+
+
+async def test_the_policy_of_an_application_is_called_once_with_all_contexts() -> None:
+    def evaluate(_tag: ReplicaTag, _: Evaluation) -> EvaluationResult:
+        decision = PolicyDecision(num_replicas=2.5, policy_state={"n": 1})
+        return EvaluationResult(decisions=decisions or {"b": decision})
+
+    decisions: dict[str, PolicyDecision] = {}
+    rig, other = Rig(evaluate), build_context(deployment_name="b")
+    contexts = {TAG: CONTEXT, BackendTag("default/b"): other}
+    found = await rig.policies.run_application(POLICY, rig.running, contexts)
+    assert found == {"default/b": PolicyResult(num_replicas=2.5, policy_state={"n": 1})}
+    [(_, evaluation)] = rig.replicas.asked
+    assert evaluation.policy is not None
+    assert (evaluation.policy.context, evaluation.policy.application) == (None, [CONTEXT, other])
+    decisions["c"] = PolicyDecision(num_replicas=1.0, policy_state={})
+    with pytest.raises(PolicyFailed, match="not asked for"):
+        await rig.policies.run_application(POLICY, rig.running, contexts)
 
 
 @pytest.mark.parametrize(

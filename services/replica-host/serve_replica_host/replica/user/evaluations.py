@@ -16,14 +16,16 @@ from typing import Any, Final, final
 import msgspec
 import structlog
 
+from serve_common.names import DeploymentID
 from serve_common.protocol.evaluation import (
     RESULT_BYTES_MAX,
     STATS_MAX,
     Evaluation,
     EvaluationResult,
     PolicyCall,
+    PolicyDecision,
 )
-from serve_common.runtime.policies import PolicyUnusable, check_policy, check_result
+from serve_common.runtime.policies import PolicyUnusable, check_policy, check_result, check_results
 from serve_common.runtime.threads import LoopThread
 from serve_replica_host.replica.telemetry.traces import user_traceback
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable, load_code
@@ -84,6 +86,18 @@ class Evaluations:
             target, _, _ = load_code(call.code, call.digest)
             made = self._on_policy_loop(target, **call.kwargs) if inspect.isclass(target) else target
             self._policy = key, check_policy(made, call.name)
+        if call.application is not None:
+            contexts = {
+                DeploymentID(context.deployment_name, context.app_name): context
+                for context in call.application
+            }
+            found = check_results(call.name, self._on_policy_loop(self._policy[1], contexts), contexts)
+            return EvaluationResult(
+                decisions={
+                    deployment.name: PolicyDecision(num_replicas=number, policy_state=state)
+                    for deployment, (number, state) in found.items()
+                }
+            )
         number, state = check_result(call.name, self._on_policy_loop(self._policy[1], call.context))
         return EvaluationResult(num_replicas=number, policy_state=state)
 

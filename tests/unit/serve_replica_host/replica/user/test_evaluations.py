@@ -12,8 +12,15 @@ import pytest
 
 from muster.sdk.code import dump_code
 from serve_common.config.autoscaling import AutoscalingContext
+from serve_common.names import DeploymentID
 from serve_common.protocol.code import digest_code
-from serve_common.protocol.evaluation import RESULT_BYTES_MAX, Evaluation, EvaluationResult, PolicyCall
+from serve_common.protocol.evaluation import (
+    RESULT_BYTES_MAX,
+    Evaluation,
+    EvaluationResult,
+    PolicyCall,
+    PolicyDecision,
+)
 from serve_common.runtime.threads import LoopThread
 from serve_replica_host.replica.user import evaluations
 from serve_replica_host.replica.user.code import UserCode
@@ -102,6 +109,46 @@ def test_a_function_and_an_instance_of_a_class_decide_and_the_instance_lives_on(
         (4, {"seen": 2}),
     ]
     assert replica.evaluate(call(Counting, step=3)).num_replicas == 3
+
+
+def of_application(policy: Any) -> Evaluation:
+    code = dump_code(policy, (), {}, name="policy")
+    contexts = [build_context(deployment_name=name, policy_state={"of": name}) for name in ("a", "b")]
+    called = PolicyCall(name="m:f", digest=digest_code(code), code=code, kwargs={}, application=contexts)
+    return Evaluation(policy=called)
+
+
+def test_the_policy_of_an_application_decides_by_deployment(make: Callable[[Any], Evaluations]) -> None:
+    def both(contexts: Any) -> Any:
+        a, b = sorted(contexts)
+        assert contexts[b].policy_state == {"of": "b"}
+        return {a: 2.5, DeploymentID("b", "default"): 1}, {a: {"n": 1}}
+
+    assert make(object()).evaluate(of_application(both)) == EvaluationResult(
+        decisions={
+            "a": PolicyDecision(num_replicas=2.5, policy_state={"n": 1}),
+            "b": PolicyDecision(num_replicas=1.0, policy_state={}),
+        }
+    )
+    one = make(object()).evaluate(of_application(lambda contexts: ({min(contexts): 3}, None)))
+    assert one.decisions == {"a": PolicyDecision(num_replicas=3.0, policy_state={})}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (lambda _: 2, "returned a int; the policy of an application returns two dicts"),
+        (lambda _: ([], {}), "returned a list; it must be a dict by DeploymentID"),
+        (lambda _: ({DeploymentID("c", "default"): 1}, {}), "which it was not asked for"),
+        (lambda contexts: ({}, {"a": {}}), "'a', which it was not asked for"),
+        (lambda contexts: ({min(contexts): "two"}, {}), "returned 'two', a str"),
+        (lambda contexts: ({min(contexts): 1}, {min(contexts): 7}), "returned a int as policy_state"),
+    ],
+)
+def test_what_the_policy_of_an_application_may_not_return(
+    make: Callable[[Any], Evaluations], policy: Any, said: str
+) -> None:
+    assert said in make(object()).evaluate(of_application(policy)).error
 
 
 def test_tasks_of_a_policy_go_on_between_its_calls(make: Callable[[Any], Evaluations]) -> None:
