@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import ipaddress
+import re
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
@@ -46,19 +48,34 @@ class WholeResponse(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
+_BY_THEIR_TEXT: Final = (
+    *(PurePath, Exception),
+    *(ipaddress.IPv4Address, ipaddress.IPv6Address),
+    *(ipaddress.IPv4Network, ipaddress.IPv6Network),
+    *(ipaddress.IPv4Interface, ipaddress.IPv6Interface),
+)
+
+
 def _as_json(value: Any) -> Any:
+    """What Ray Serve, by FastAPI's encoder, makes of a value that is not JSON. Raises NotImplementedError."""
     if isinstance(value, str):  # of a class of its own, such as a replica's id
         return str(value)
-    if hasattr(value, "model_dump"):  # pydantic
-        return value.model_dump()
+    if hasattr(value, "model_dump"):  # pydantic; FastAPI too writes aliases
+        return value.model_dump(mode="json", by_alias=True)
     if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
         return value.tolist()
-    if isinstance(value, PurePath):
+    if isinstance(value, _BY_THEIR_TEXT) or hasattr(value, "get_secret_value"):
         return str(value)
     if isinstance(value, HTTPConnection):
         raise NotImplementedError(type(value).__name__)
     if isinstance(value, Mapping):  # such as the headers of a request
         return dict(value)
+    if isinstance(value, deque) or inspect.isgenerator(value):
+        return list(value)
+    if isinstance(value, re.Pattern):
+        return value.pattern
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):  # pandas' tables
+        return value.to_dict(orient="records")
     if attributes := getattr(value, "__dict__", None):  # an object of a plain class, as in Ray Serve
         return attributes
     raise NotImplementedError(type(value).__name__)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from decimal import Decimal
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel, Field, SecretStr
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -157,6 +161,36 @@ def test_paths_decimals_mappings_and_plain_objects_are_json_as_in_ray_serve() ->
 
     assert isinstance(answer, WholeResponse)
     assert answer.body == b'[1.5,{"x-a":"b"},{"label":"cat","path":"/models/cat"}]'
+
+
+def test_models_are_json_by_alias_without_their_secrets_as_in_ray_serve() -> None:
+    class Prediction(BaseModel):
+        class_name: str = Field("cat", alias="className")
+        raw: bytes = b"x"
+        key: SecretStr = SecretStr("hidden")
+
+    answer = to_response([Prediction(), {"key": SecretStr("hidden")}])
+
+    assert isinstance(answer, WholeResponse)
+    assert answer.body == b'[{"className":"cat","raw":"x","key":"**********"},{"key":"**********"}]'
+
+
+def test_values_that_fastapi_can_encode_are_json() -> None:
+    class Table:
+        columns = ("a",)
+
+        def to_dict(self, *, orient: str) -> list[dict[str, int]]:
+            return [{"a": 1}] if orient == "records" else []
+
+    answer = to_response(
+        [
+            *(ValueError("boom"), deque([1, 2]), re.compile("a.b"), ip_address("1.2.3.4")),
+            *((number for number in range(2)), Table()),
+        ]
+    )
+
+    assert isinstance(answer, WholeResponse)
+    assert answer.body == b'["boom",[1,2],"a.b","1.2.3.4",[0,1],[{"a":1}]]'
 
 
 async def test_a_response_keeps_its_status_and_headers() -> None:
