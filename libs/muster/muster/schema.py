@@ -357,6 +357,12 @@ class HTTPOptionsSchema(BaseModel):
     ssl_ca_certs: str | None = None
     """As ``ssl_keyfile``."""
 
+    @model_validator(mode="after")
+    def _has_both(self) -> HTTPOptionsSchema:
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("Both ssl_keyfile and ssl_certfile must be provided together to enable HTTPS.")
+        return self
+
 
 class gRPCOptionsSchema(BaseModel):  # noqa: N801 - Ray Serve's name
     """gRPC options in a configuration file; Muster has no gRPC ingress."""

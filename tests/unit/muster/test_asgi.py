@@ -393,7 +393,7 @@ def test_what_is_no_application_or_no_class_is_refused() -> None:
 @pytest.mark.parametrize("make_application", [FastAPI, Starlette])
 def test_a_full_deployment_behind_an_application_is_told_as_such(make_application) -> None:
     application = make_application()
-    full = BackPressureError(
+    full = BackPressureError.of_backend(
         BackendTag("default/b"),
         1,
         BackendProtection(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=6.5)),

@@ -21,6 +21,13 @@ class RequestCancelledError(RequestFailed):
     error_code = "request_cancelled"
     status_hint = CLIENT_GONE
 
+    def __init__(self, request_id: str | None = None) -> None:
+        """``request_id`` is that of the call; as in Ray Serve."""
+        super().__init__(*(() if request_id is None else (request_id,)))
+
+    def __str__(self) -> str:
+        return f"Request {self.args[0]} was cancelled." if self.args else "Request was cancelled."
+
 
 class CallNotAllowed(PermanentError):
     """The calling replica's deployment may not call that one, by its `may_call`; nothing was sent."""

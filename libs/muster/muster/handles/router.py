@@ -316,7 +316,7 @@ class HandleRouter:
             call.work.cancel()
         if call.routed is not None:
             self._dispatcher.abandon(call.routed)
-        call.fail(RequestCancelledError("the call was cancelled by its caller"))
+        call.fail(RequestCancelledError(call.request_id))
 
     # -- answers --
 
@@ -350,7 +350,7 @@ class HandleRouter:
         finally:
             self._dispatcher.abandon(routed)
             if call.outcome is None:  # the task was cancelled
-                call.fail(RequestCancelledError("the call was given up"))
+                call.fail(RequestCancelledError(call.request_id))
 
 
 _NO_BYTES: Final = memoryview(b"")

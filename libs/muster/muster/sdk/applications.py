@@ -166,6 +166,8 @@ def prepare_application(
         schema.external_scaler_enabled,
     )
     recorded = schema.model_dump(mode="json", exclude_unset=True) if is_recorded else None
+    if recorded is not None and schema.logging_config is None and logging_config is not None:
+        recorded["logging_config"] = logging_config.model_dump(mode="json", exclude_unset=True)
     return PreparedApplication(built=built, target=target, app_config=recorded)
 
 

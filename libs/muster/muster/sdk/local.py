@@ -54,7 +54,7 @@ class LocalReplica:
         if call.is_cancelled:
             if running is not None:
                 running.cancel()
-            call.fail(RequestCancelledError("the call was cancelled"))
+            call.fail(RequestCancelledError(call.request_id))
         elif running is None and self._has_sources(call):
             self._running[call] = self._tasks.start(self._run(call), f"call {call.request_id}")
 

@@ -15,7 +15,7 @@ REPLICAS_MAX: Final = 10_000
 QUERY_LENGTH_MAX: Final = 4096
 
 
-class AggregationFunction(Enum):
+class AggregationFunction(str, Enum):  # noqa: UP042 - prints as Ray Serve's
     """How the load over the look-back period becomes one number."""
 
     MEAN = "mean"

@@ -72,18 +72,34 @@ class BackPressureError(NoReplicaAvailable):
 
     error_code = "queue_full"
 
-    def __init__(self, backend_tag: BackendTag, limit: int, protection: BackendProtection) -> None:
-        """``limit`` is the queue's limit; ``protection`` has the status and retry-after to respond with."""
+    def __init__(
+        self,
+        num_queued_requests: int,
+        max_queued_requests: int,
+        status_code: int = 503,
+        retry_after_s: float | None = None,
+        *,
+        backend_tag: BackendTag | None = None,
+    ) -> None:
+        """As in Ray Serve; ``backend_tag`` says whose queue it is."""
+        where = "" if backend_tag is None else f" of backend {backend_tag!r}"
         super().__init__(
-            # Ray Serve's words, which programs look for, and whose queue it is.
-            f"Request dropped due to backpressure (num_queued_requests={limit}, max_queued_requests={limit}) "
-            f"of backend {backend_tag!r}."
+            # Ray Serve's words, which programs look for.
+            f"Request dropped due to backpressure (num_queued_requests={num_queued_requests}, "
+            f"max_queued_requests={max_queued_requests}){where}."
         )
-        config = protection.backpressure_config
-        self.status = config.status_code
+        self.status = status_code
         """503 or 429."""
-        self.retry_after_s = config.retry_after_s
+        self.retry_after_s = retry_after_s
         """Seconds for the header ``Retry-After``; None where none are configured, as in Ray Serve."""
+
+    @classmethod
+    def of_backend(
+        cls, backend_tag: BackendTag, limit: int, protection: BackendProtection
+    ) -> BackPressureError:
+        """The error of a backend whose queue has ``limit`` requests, with the response that it configures."""
+        config = protection.backpressure_config
+        return cls(limit, limit, config.status_code, config.retry_after_s, backend_tag=backend_tag)
 
     @property
     def status_code(self) -> int:

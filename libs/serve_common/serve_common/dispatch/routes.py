@@ -396,7 +396,7 @@ class RequestPlacement:
                 send_wake_if_due(self._outgoing, router, self._loop.time(), refused=1)
             if type(outcome) is QueueFull:
                 router.circuit.withdrew(call.key)
-                return BackPressureError(router.backend_tag, outcome.limit, router.protection)
+                return BackPressureError.of_backend(router.backend_tag, outcome.limit, router.protection)
         call.router = router
         call.was_admitted = True
         return outcome

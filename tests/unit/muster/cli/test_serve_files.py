@@ -195,6 +195,9 @@ def test_logging_of_a_deployment_is_before_that_of_its_application_and_of_the_fi
     assert front == LoggingConfig(
         log_level="DEBUG", encoding=LogEncoding.JSON, additional_log_standard_attrs=("lineno",)
     )
+    recorded = sent(controller)["two"].app_config
+    assert recorded is not None
+    assert recorded["logging_config"] == {"log_level": "ERROR"}
     of_the_file = {each.backend_config.logging_config for each in sent(controller)["two"].deployments}
     assert of_the_file == {LoggingConfig(log_level="ERROR")}
 

@@ -299,7 +299,7 @@ async def test_cancelled_says_so_at_once_and_a_loop_may_be_told_to_block(world: 
 
 
 def test_errors_of_a_full_queue_and_of_what_is_stopped_travel_and_are_apart() -> None:
-    full = BackPressureError(
+    full = BackPressureError.of_backend(
         BackendTag("a/b"), 5, BackendProtection(backpressure_config=BackpressureConfig(status_code=429))
     )
     for error in (full, BackendStopped(BackendTag("a/b")), CircuitOpen(BackendTag("a/b"), 2.0)):

@@ -9,16 +9,19 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import pickle
 import re
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 import muster
-from muster.exceptions import RayServeException
+from muster.config import AutoscalingConfig
+from muster.exceptions import BackPressureError, RayServeException, RequestCancelledError
+from muster.schema import HTTPOptionsSchema
 from muster.sdk.absent import ABSENT
 from serve_common.errors import ServeError
 from tests.support.paths import ROOT
@@ -212,3 +215,20 @@ def test_the_page_says_of_every_option_whether_it_works() -> None:
         if state == "not there":
             with pytest.raises(ValueError, match=name):
                 muster.deployment(**{name: [{}]})(test_the_page_says_of_every_option_whether_it_works)
+
+
+def test_errors_are_made_as_in_ray_serve() -> None:
+    full = BackPressureError(num_queued_requests=3, max_queued_requests=2)
+    words = "Request dropped due to backpressure (num_queued_requests=3, max_queued_requests=2)."
+    assert (str(full), full.message, full.status_code, full.retry_after_s) == (words, words, 503, None)
+    again = pickle.loads(pickle.dumps(BackPressureError(1, 1, 429, 2.0)))
+    assert (again.status_code, again.retry_after_s, again.args) == (429, 2.0, (str(again),))
+    assert str(RequestCancelledError()) == "Request was cancelled."
+    cancelled = RequestCancelledError(request_id="r1")
+    assert str(cancelled) == str(pickle.loads(pickle.dumps(cancelled))) == "Request r1 was cancelled."
+
+
+def test_values_of_enumerations_are_texts_and_a_key_needs_its_certificate() -> None:
+    assert AutoscalingConfig().aggregation_function == "mean"
+    with pytest.raises(ValidationError, match="must be provided together"):
+        HTTPOptionsSchema(ssl_keyfile="key.pem")

@@ -152,7 +152,7 @@ def test_admission_names_the_path_and_the_allowed_methods() -> None:
         (BodyTooLarge("x"), 413, "body_too_large", False),
         (HeadersTooLarge("x"), 431, "headers_too_large", False),
         (NoReplicaAvailable("x"), 503, "no_replica_available", True),
-        (BackPressureError(BackendTag("d/a"), 7, BackendProtection()), 503, "queue_full", True),
+        (BackPressureError.of_backend(BackendTag("d/a"), 7, BackendProtection()), 503, "queue_full", True),
         (BusUnavailable("x"), 503, "bus_unavailable", True),
         (DeadlineExceeded("x"), 504, "deadline_exceeded", False),
         (ReplicaDied("x"), 502, "replica_died", False),
@@ -509,7 +509,7 @@ def test_a_deadline_that_has_passed_is_told_before_anybody_is_asked() -> None:
 
 def test_backpressure_says_when_to_try_again() -> None:
     protection = BackendProtection(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=2.1))
-    problem = build_problem(BackPressureError(BackendTag("d/a"), 7, protection))
+    problem = build_problem(BackPressureError.of_backend(BackendTag("d/a"), 7, protection))
     assert (problem.status, problem.headers) == (429, (("Retry-After", "3"),))
     problem = build_problem(CircuitOpen(BackendTag("d/a"), 4.0))
     assert (problem.status, problem.headers) == (503, (("Retry-After", "4"),))

@@ -15,7 +15,7 @@ _CONFIGURED = BackendProtection(backpressure_config=BackpressureConfig(status_co
 
 
 def full(protection: BackendProtection) -> BackPressureError:
-    return BackPressureError(BackendTag("default/Model"), 3, protection)
+    return BackPressureError.of_backend(BackendTag("default/Model"), 3, protection)
 
 
 _FULL = (

@@ -413,7 +413,7 @@ async def test_an_exception_that_could_not_be_restored_is_told_in_words(code: Us
 
 
 async def test_an_error_of_a_call_further_down_keeps_its_kind(code: UserCode) -> None:
-    full = BackPressureError(BackendTag("d/b"), 5, BackendProtection())
+    full = BackPressureError.of_backend(BackendTag("d/b"), 5, BackendProtection())
     _, raised = failure(await call(code, "fail", Opaque(full)))
     restored = pickle.loads(raised.pickled)
     assert type(restored) is BackPressureError
@@ -422,7 +422,7 @@ async def test_an_error_of_a_call_further_down_keeps_its_kind(code: UserCode) ->
 
 async def test_what_a_call_further_down_ended_with_is_told_with_its_own_status(code: UserCode) -> None:
     config = BackpressureConfig(status_code=429, retry_after_s=7.0)
-    full = BackPressureError(BackendTag("d/b"), 5, BackendProtection(backpressure_config=config))
+    full = BackPressureError.of_backend(BackendTag("d/b"), 5, BackendProtection(backpressure_config=config))
     full.is_of_call = True
     with capture_logs() as logs:
         failed, raised = failure(await call(code, "fail", Opaque(full)))
