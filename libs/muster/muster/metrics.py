@@ -124,7 +124,8 @@ _made: Final[set[str]] = set()
 class Metric:
     """Base of the three kinds of metrics."""
 
-    def __init__(self, spec: MetricSpec) -> None:
+    def __init__(self, name: str, spec: MetricSpec) -> None:
+        self._name: Final = name
         self._spec: Final = spec
         self._keys: Final = spec.labels
         self._default_tags: dict[str, str] = {}
@@ -134,7 +135,7 @@ class Metric:
     def info(self) -> dict[str, Any]:
         """Name, description, tag keys and default tags, as in Ray."""
         return {
-            "name": self._spec.name,
+            "name": self._name,
             "description": self._spec.text,
             "tag_keys": self._keys,
             "default_tags": dict(self._default_tags),
@@ -185,7 +186,7 @@ class Counter(Metric):
 
     def __init__(self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None) -> None:
         """Raises `MetricRefused` (a ValueError) for an invalid name or tags, or for too many metrics."""
-        super().__init__(_register(define(MetricKind.COUNTER, name, description, tag_keys)))
+        super().__init__(name, _register(define(MetricKind.COUNTER, name, description, tag_keys)))
         self._measure = process_metrics.total(self._spec)
         if not self._keys:
             self._measure.add(0.0)
@@ -201,7 +202,7 @@ class Counter(Metric):
         self.inc(value, tags)
 
     def __reduce__(self) -> Any:
-        return _again, (Counter, (self._spec.name, self._spec.text, self._keys), self._default_tags)
+        return _again, (Counter, (self._name, self._spec.text, self._keys), self._default_tags)
 
 
 class Gauge(Metric):
@@ -227,7 +228,7 @@ class Gauge(Metric):
             raise MetricRefused(
                 f"metric {name!r}: aggregate must be one of {known}, not {aggregate!r}"
             ) from None
-        super().__init__(_register(define(MetricKind.GAUGE, name, description, tag_keys)))
+        super().__init__(name, _register(define(MetricKind.GAUGE, name, description, tag_keys)))
         self._measure = process_metrics.level(self._spec, aggregate=how)
 
     def set(self, value: float, tags: Tags | None = None) -> None:
@@ -239,7 +240,7 @@ class Gauge(Metric):
         self.set(value, tags)
 
     def __reduce__(self) -> Any:
-        arguments = (self._spec.name, self._spec.text, self._keys)
+        arguments = (self._name, self._spec.text, self._keys)
         make = functools.partial(Gauge, aggregate=self._measure.aggregate.value)
         return _again, (make, arguments, self._default_tags)
 
@@ -258,8 +259,16 @@ class Histogram(Metric):
         tag_keys: tuple[str, ...] | None = None,
     ) -> None:
         """Raises `MetricRefused` as `Counter` does, and for invalid ``boundaries``."""
-        super().__init__(_register(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))
+        spec = _register(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries))
+        super().__init__(name, spec)
+        self.boundaries: Final = list(spec.buckets)
+        """Upper bounds of the buckets, without infinity."""
         self._measure = process_metrics.distribution(self._spec)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """As of `Metric`, with the boundaries."""
+        return super().info | {"boundaries": self.boundaries}
 
     def observe(self, value: float, tags: Tags | None = None) -> None:
         """Record a value. Raises ValueError unless it is a finite number."""
@@ -272,7 +281,7 @@ class Histogram(Metric):
         self.observe(value, tags)
 
     def __reduce__(self) -> Any:
-        arguments = (self._spec.name, self._spec.text, self._spec.buckets, self._keys)
+        arguments = (self._name, self._spec.text, self._spec.buckets, self._keys)
         return _again, (Histogram, arguments, self._default_tags)
 
 

@@ -42,7 +42,7 @@ def test_they_count_in_memory_where_there_is_no_replica() -> None:
 
 def test_a_counter_without_tags_exists_from_its_making(fresh: ProcessMetrics) -> None:
     counter = metrics.Counter("user_errors")
-    assert counter.info["name"] == "user_errors_total"
+    assert counter.info["name"] == "user_errors", "as it was given"
     assert counter._measure.drain() == {(): 0.0}
     assert len(fresh) == 1
 
@@ -151,6 +151,7 @@ def test_a_pickled_metric_is_the_same_metric_where_it_arrives() -> None:
     for metric in made:
         again = pickle.loads(pickle.dumps(metric))
         assert again.info == metric.info
+        assert again.info.get("boundaries") == getattr(metric, "boundaries", None)
         assert again._measure is metric._measure
 
 
