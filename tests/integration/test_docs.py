@@ -8,11 +8,13 @@ import os
 import shlex
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +51,19 @@ FILES_OF = {"docs/how-to/command-line.md": "docs/how-to/applications.md"}
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A running `muster up` as `make run` starts it: its addresses and paths."""
-    folder = tmp_path_factory.mktemp("docs")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
-    # What the ready-made middlewares ask for, and where one of the page's own is found.
-    (folder / "keys").write_text("shop  s3cr3t-of-at-least-16-characters\n")
-    environment |= {
-        "MUSTER_CORS_ALLOW_ORIGINS": "https://shop.example.org",
-        "MUSTER_API_KEYS_FILE": str(folder / "keys"),
-        "MUSTER_RATE_LIMIT_PER_S": "1000",
-        "MUSTER_MIDDLEWARE_DIR": str(folder / "here"),
-    }
-    (folder / "here").mkdir()
-    command = f"{sys.executable} -m muster.cli.main up --deploy-example --json --http-port 0 --nats-port 0 --num-cpus 4"
+@contextmanager
+def running_stack(
+    command: str, folder: Path, environment: dict[str, str], until: str
+) -> Iterator[dict[str, Any]]:
+    """What ``command``, a `muster up --json` in a shell, has told up to the event ``until``."""
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
-            [*shlex.split(command), "--state-dir", str(folder / "state")],
+            ["bash", "-c", command],
             stdout=subprocess.PIPE,
             stderr=log,
             env=environment,
             text=True,
-            cwd=ROOT,
+            cwd=folder,
         )
     deadline = threading.Timer(START_LIMIT_S, up.kill)
     deadline.start()
@@ -82,16 +74,41 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             assert line.startswith("{"), line + up.stdout.read() + (folder / "up.log").read_text()
             event = json.loads(line)
             found |= event.get("stack", {})
-            if event["event"] == "example":
-                assert event["is_serving"], event
+            if event["event"] == until:
+                assert event.get("is_serving", True), event
                 break
         assert found, (folder / "up.log").read_text()
         deadline.cancel()
-        yield found | {"here": folder / "here"}
+        yield found
     finally:
         deadline.cancel()
         up.send_signal(signal.SIGINT)
         up.communicate(timeout=60)
+
+
+UP = f"{sys.executable} -m muster.cli.main up --json --http-port 0 --nats-port 0 --num-cpus 4"
+
+
+def plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A running `muster up` as `make run` starts it: its addresses and paths."""
+    folder = tmp_path_factory.mktemp("docs")
+    # What the ready-made middlewares ask for, and where one of the page's own is found.
+    (folder / "keys").write_text("shop  s3cr3t-of-at-least-16-characters\n")
+    environment = plain_environment() | {
+        "MUSTER_CORS_ALLOW_ORIGINS": "https://shop.example.org",
+        "MUSTER_API_KEYS_FILE": str(folder / "keys"),
+        "MUSTER_RATE_LIMIT_PER_S": "1000",
+        "MUSTER_MIDDLEWARE_DIR": str(folder / "here"),
+    }
+    (folder / "here").mkdir()
+    command = f"cd {ROOT} && exec {UP} --deploy-example --state-dir {folder / 'state'}"
+    with running_stack(command, folder, environment, "example") as found:
+        yield found | {"here": folder / "here"}
 
 
 class Reader:
@@ -134,7 +151,7 @@ class Reader:
                         told = 0  # what it says of a file that would change something
                     assert told == expected, f"{shlex.join(words)}\n{done.output}{done.exception!r}"
                 case "curl":
-                    self.fetch(words[1:])
+                    fetch(words[1:], self.folder, self.url)
                 case "python":
                     subprocess.run(
                         [sys.executable, *(word.replace(STATED_URL, self.url) for word in words[1:])],
@@ -158,17 +175,20 @@ class Reader:
                 case _:
                     pytest.fail(f"who runs {shlex.join(words)}?")
 
-    def fetch(self, words: list[str]) -> None:
-        """What curl does with the options that pages use. Raises for a status that is no success."""
-        request = urllib.request.Request(words[-1].replace(STATED_URL, self.url))
-        for option, value in itertools.pairwise(words):
-            if option == "-H":
-                request.add_header(*value.split(": "))
-            elif option == "--data-binary":
-                file = value.removeprefix("@")
-                request.data = (self.folder / file).read_bytes() if file != value else value.encode()
-        with urllib.request.urlopen(request, timeout=COMMAND_LIMIT_S) as response:
-            assert response.read()
+
+def fetch(words: list[str], folder: Path, url: str) -> None:
+    """What curl does in ``folder`` with the options that pages use. Raises for a status that is no success."""
+    request, trust = urllib.request.Request(words[-1].replace(STATED_URL, url)), None
+    for option, value in itertools.pairwise(words):
+        if option == "-H":
+            request.add_header(*value.split(": "))
+        elif option == "--data-binary":
+            file = value.removeprefix("@")
+            request.data = (folder / file).read_bytes() if file != value else value.encode()
+        elif option == "--cacert":
+            trust = ssl.create_default_context(cafile=folder / value)
+    with urllib.request.urlopen(request, timeout=COMMAND_LIMIT_S, context=trust) as response:
+        assert response.read()
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -179,3 +199,15 @@ def test_a_page_can_be_followed(stack: dict[str, Any], name: str, monkeypatch: p
         if block.file_name:
             reader.write(block)
     reader.follow(page(name))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_the_page_on_https_can_be_followed(tmp_path: Path) -> None:
+    certificate, one_machine, *_ = page("docs/how-to/https.md").blocks("sh")
+    subprocess.run(["bash", "-ec", certificate.text], check=True, timeout=COMMAND_LIMIT_S, cwd=tmp_path)
+    export, up, curl = one_machine.text.splitlines()
+    assert (export.split()[0], up) == ("export", "muster up")
+    with running_stack(f"{export}\nexec {UP}", tmp_path, plain_environment(), "stack_ready") as found:
+        words = curl.replace("https://127.0.0.1:8000", found["http_url"]).split()
+        assert found["http_url"].startswith("https://")
+        fetch(words[1:], tmp_path, found["http_url"])
