@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -100,9 +102,26 @@ def share_ray(options: StackOptions) -> StackOptions:
     if ray is None:
         return options
     if not ray.is_initialized():
-        ray.init(namespace="serve")
+        _start_ray(ray)
     num_cpus = max(int(ray.cluster_resources().get("CPU", 0)), _CPUS_MIN)
     return msgspec.structs.replace(options, ray_address=find_ray(), num_cpus=num_cpus)
+
+
+def _start_ray(ray: Any) -> None:
+    """Start Ray on a thread that stays: Linux ends Ray's processes with the thread that has started them."""
+    started = Future[None]()
+
+    def run() -> None:
+        try:
+            ray.init(namespace="serve")
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(None)
+            threading.Event().wait()
+
+    threading.Thread(target=run, name="muster-ray", daemon=True).start()
+    started.result()
 
 
 class StatePaths(msgspec.Struct, frozen=True):
