@@ -114,7 +114,7 @@ def _start_ray(ray: Any) -> None:
     def run() -> None:
         try:
             ray.init(namespace="serve")
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below, on the thread that asked
             started.set_exception(error)
         else:
             started.set_result(None)
