@@ -100,7 +100,7 @@ class LoggingConfig(BaseModel):
     log_level: int | str = "INFO"
     """Lowest level that the loggers ``ray.serve`` and ``muster`` of replicas write; a name or a number of `logging`."""
     logs_dir: str | None = None
-    """Refused here unless None: log lines go to the host's output, and ``muster logs`` reads them."""
+    """Directory on the hosts, or relative to the program's, where each replica writes these lines to a file too."""
     enable_access_log: bool = True
     """Whether replicas log a line for each request, at INFO by the logger ``ray.serve``."""
     additional_log_standard_attrs: list[str] = Field(default_factory=list)
@@ -127,12 +127,6 @@ class LoggingConfig(BaseModel):
         if value not in levels:
             raise ValueError(f'Got "{value}" for log_level. log_level must be one of {list(levels)}.')
         return value
-
-    @field_validator("logs_dir")
-    @classmethod
-    def _no_directory(cls, value: str | None) -> None:
-        if value is not None:
-            raise ValueError("logs_dir is not supported: `muster logs` reads the lines of all replicas.")
 
     @field_validator("additional_log_standard_attrs")
     @classmethod

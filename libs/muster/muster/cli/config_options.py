@@ -102,7 +102,8 @@ _FIELDS: Final = (
         str,
         (
             "Log lines of replicas: log_level of the loggers ray.serve and muster, enable_access_log for a line per "
-            "request, encoding=JSON for 'muster logs', and additional_log_standard_attrs. Default: 'off'."
+            "request, encoding=JSON for 'muster logs', additional_log_standard_attrs, and logs_dir for files too. "
+            "Default: 'off'."
         ),
         _LIFE,
         _GROUP,
@@ -304,7 +305,7 @@ def _text_with_default(name: str, text: str) -> str:
 def _fields_with_defaults(group: msgspec.Struct) -> Iterator[str]:
     for name, value in msgspec.structs.asdict(group).items():
         match value:
-            case None | msgspec.Struct() | ():
+            case None | msgspec.Struct() | () | "":
                 yield name
             case Enum():
                 yield f"{name}={value.value}"

@@ -91,7 +91,7 @@ def _named_values(text: str, field: str) -> dict[str, Any]:
 
 def _word_or_json(text: str, field: str) -> Any:
     is_word = text.isidentifier() and text not in ("true", "false", "null")
-    return text if is_word else _json(text, field)
+    return text if is_word or text.startswith("/") else _json(text, field)
 
 
 def group_text(group: msgspec.Struct) -> str:

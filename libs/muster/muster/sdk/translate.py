@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -114,7 +115,8 @@ def _actor_options(built: BuiltDeployment) -> RayActorOptions:
 def _logging(config: dict[str, Any] | LoggingConfig | None) -> ReplicaLogging | None:
     if config is None:
         return None
-    fields = LoggingConfig.model_validate(config).model_dump(mode="json", exclude={"logs_dir"})
+    fields = LoggingConfig.model_validate(config).model_dump(mode="json")
+    fields["logs_dir"] = str(Path(fields["logs_dir"]).absolute()) if fields["logs_dir"] else ""
     return msgspec.convert(fields, ReplicaLogging)
 
 

@@ -226,6 +226,10 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `LoggingConfig` logs none."""
     additional_log_standard_attrs: tuple[str, ...] = ()
     """Attributes of ``logging.LogRecord``, such as ``funcName``, that the lines of log calls have as fields too."""
+    logs_dir: str = ""
+    """Directory on the hosts, by an absolute path, where each replica also writes what the loggers ``ray.serve`` and
+    ``muster`` log to a file of its own, ``replica_<application>_<deployment>_<number>.log``, in Ray Serve's form, at
+    most 100 MiB and five former files of it. Empty for none."""
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -323,6 +327,10 @@ def _check_logging(config: LoggingConfig, field: str) -> None:
                 f"{field}.additional_log_standard_attrs",
                 f"{name[:80]!r} is no attribute of logging.LogRecord",
             )
+    if config.logs_dir and not (
+        config.logs_dir.startswith("/") and len(config.logs_dir) <= 4096 and "\0" not in config.logs_dir
+    ):
+        raise BadField(f"{field}.logs_dir", "must be an absolute path")
 
 
 def _check_protection(config: BackendConfig, field: str) -> None:

@@ -839,6 +839,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
             log_level="DEBUG",
             enable_access_log=False,
             additional_log_standard_attrs=("funcName",),
+            logs_dir="/logs",
         ),
         max_queued_requests=-1,
         user_config={"a": [1]},
@@ -872,7 +873,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         "backpressure_config": "status_code=429, retry_after_s=1.5",
         "outlier_ejection": '{"consecutive_failures": 16, "ejection_time_s": 17, "max_ejected_percent": 18}',
         "circuit_breaker": "failure_percent=20,requests_min=21,window_s=22,open_time_s=23",
-        "logging_config": "encoding=JSON,log_level=DEBUG,enable_access_log=false,"
+        "logging_config": "logs_dir=/logs,encoding=JSON,log_level=DEBUG,enable_access_log=false,"
         'additional_log_standard_attrs=["funcName"]',
     }
     options = [

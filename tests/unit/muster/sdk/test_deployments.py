@@ -163,7 +163,6 @@ def test_options_copies_and_keeps_the_others() -> None:
         ),
         ({"backpressure_config": {"status_code": 500}}, ValidationError, "status_code"),
         ({"logging_config": {"log_level": "LOUD"}}, ValidationError, "log_level"),
-        ({"logging_config": {"logs_dir": "/x"}}, ValidationError, "muster logs"),
         ({"ray_actor_options": {"max_restarts": 1}}, ValueError, "not allowed"),
         ({"ray_actor_options": {"accelerator_type": "A100"}}, ValueError, "custom resource"),
         ({"ray_actor_options": {"runtime_env": {"conda": "x"}}}, ValueError, "image of the replica hosts"),

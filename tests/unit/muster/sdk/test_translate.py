@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,6 +54,16 @@ def test_an_update_replaces_no_more_replicas_at_a_time_than_its_share(
 
 def test_replicas_may_call_other_applications() -> None:
     assert backend_config(Model).may_call == ("*",)
+
+
+def test_a_directory_of_logs_is_one_of_the_programs_where_it_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, sent in (("logs", str(tmp_path / "logs")), ("/var/own", "/var/own"), (None, "")):
+        config = backend_config(Model.options(logging_config={"logs_dir": given})).logging_config
+        assert config is not None
+        assert config.logs_dir == sent
 
 
 def policy_of(function: Any, **kwargs: Any) -> tuple[AutoscalingPolicy, dict[str, bytes]]:

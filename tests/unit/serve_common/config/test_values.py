@@ -66,6 +66,7 @@ BACKENDS: list[tuple[str, Any]] = [
     ("circuit_breaker.window_s", CircuitBreaker(window_s=float("nan"))),
     ("logging_config.log_level", LoggingConfig(log_level="LOUD")),
     ("logging_config.additional_log_standard_attrs", LoggingConfig(additional_log_standard_attrs=("shoe",))),
+    ("logging_config.logs_dir", LoggingConfig(logs_dir="here")),
 ]
 REPLICAS: list[tuple[str, Any]] = [
     ("import_path", ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import socket
 import sys
 import threading
@@ -264,6 +265,44 @@ def test_a_logging_config_has_an_effect_by_each_of_its_fields_until_it_is_gone()
         assert {"asctime", "lineno", "process"} <= logged[0].keys()
         kept.logs.configure(None)
         assert [line.keys() for line in say()] == [line.keys() for line in plain]
+
+
+def test_what_the_own_loggers_log_is_in_a_file_too_where_a_directory_is_named(tmp_path: Path) -> None:
+    def say() -> None:
+        logging.getLogger("ray.serve").info("hello")
+        logging.getLogger("app").warning("of another")
+
+    [app, deployment], ordinal = IDS["backend_tag"].split("/"), IDS["replica_tag"].rpartition("#")[2]
+    name = f"replica_{app}_{deployment}_{ordinal}.log"
+    with caught() as kept:
+        for _ in range(2):  # the second changes nothing
+            kept.logs.configure(LoggingConfig(logs_dir=str(tmp_path / "a" / "b")))
+        say()
+        kept.logs.configure(LoggingConfig(logs_dir=str(tmp_path / "json"), encoding=LogEncoding.JSON))
+        say()
+        (tmp_path / "taken").write_text("")
+        kept.logs.configure(LoggingConfig(logs_dir=str(tmp_path / "taken")))
+        assert "no file can be written there" in kept.lines[-1]["message"]
+        say()
+    say()
+    [line] = (tmp_path / "a" / "b" / name).read_text().splitlines()
+    assert re.fullmatch(rf"INFO 20\S+ \S+ {app}_{deployment} {ordinal} -- hello", line)
+    [said] = map(json.loads, (tmp_path / "json" / name).read_text().splitlines())
+    assert (said["message"], said["levelname"], said["application"]) == ("hello", "INFO", app)
+
+
+class FullFile(io.StringIO):
+    def write(self, _: str) -> int:
+        raise OSError(28, "no space left on device")
+
+
+def test_a_file_of_logs_that_cannot_be_written_fails_no_call(tmp_path: Path) -> None:
+    with caught() as kept:
+        kept.logs.configure(LoggingConfig(logs_dir=str(tmp_path)))
+        kept.logs._file.stream.close()
+        kept.logs._file.stream = FullFile()
+        logging.getLogger("ray.serve").info("hello")
+        assert [line["message"] for line in kept.lines] == ["hello"]
 
 
 def test_an_exception_is_in_the_line_and_wrong_arguments_raise_nothing() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import logging
+import logging.handlers
 import os
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final, TextIO, final
 
 from serve_common.clock import Clock, SystemClock
@@ -201,6 +205,46 @@ _LEVELLED: Final = ("ray.serve", "muster")
 _RAY_LOGGER: Final = "ray"
 
 
+_FILE_BYTES_MAX: Final = 100 * 1024 * 1024
+_FORMER_FILES: Final = 5
+
+
+@final
+class LogFile(logging.handlers.RotatingFileHandler):
+    """The file in `LoggingConfig.logs_dir`, with lines as Ray Serve writes them; a full disk fails no log call."""
+
+    def __init__(self, directory: Path, backend_tag: str, ordinal: str) -> None:
+        """Makes the directory. Raises OSError."""
+        app, _, deployment = backend_tag.partition("/")
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"replica_{app}_{deployment}_{ordinal}.log"
+        super().__init__(path, maxBytes=_FILE_BYTES_MAX, backupCount=_FORMER_FILES, errors="backslashreplace")
+        self._component = f"{app}_{deployment}"
+        self._ordinal = ordinal
+        self._app = app
+        self.attributes: tuple[str, ...] | None = None
+        """Attributes of records in lines of JSON; None for lines of text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        context = request_context.get()
+        request_id = "" if context is None else context.request_id
+        text = super().format(record)  # with the traceback
+        asctime = logging.Formatter().formatTime(record)
+        if self.attributes is None:
+            of_request = f"{request_id} " if request_id else ""
+            return f"{record.levelname} {asctime} {self._component} {self._ordinal} {of_request}-- {text}"
+        fields = {"component_name": "replica", "deployment": self._component, "replica": self._ordinal}
+        line: dict[str, Any] = {"asctime": asctime, "message": text, "application": self._app, **fields}
+        for name in self.attributes:
+            line.setdefault(name, getattr(record, name, None))
+        if request_id:
+            line["request_id"] = request_id
+        return json.dumps(line, default=str)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Does nothing: the line is in `muster logs`."""
+
+
 @final
 class UserLogs(logging.Handler):
     """Formats the logs and prints of user code as lines, and passes them to a `LogForwarder`.
@@ -221,6 +265,7 @@ class UserLogs(logging.Handler):
         self._formatter = logging.Formatter()
         self._form: dict[str, str] = {}
         """Fields that tell readers how to show a line."""
+        self._file: LogFile | None = None
 
     def configure(self, config: LoggingConfig | None) -> None:
         """Follow ``config`` from now on; any thread may call it."""
@@ -231,6 +276,32 @@ class UserLogs(logging.Handler):
         is_json = config is not None and config.encoding is LogEncoding.JSON
         self._form = {ENCODING: LogEncoding.JSON.value} if is_json else {}
         self._attributes = (*_JSON_ATTRIBUTES, *attributes) if is_json else attributes
+        self._write_to(config.logs_dir if config is not None else "")
+        if self._file is not None:
+            self._file.attributes = self._attributes if is_json else None
+
+    def _write_to(self, logs_dir: str) -> None:
+        """Write to a file in ``logs_dir`` from now on, and to no other; to none if it is empty."""
+        if self._file is not None:
+            if logs_dir == str(Path(self._file.baseFilename).parent):
+                return
+            for name in _LEVELLED:
+                logging.getLogger(name).removeHandler(self._file)
+            with contextlib.suppress(OSError):  # a full disk
+                self._file.close()
+            self._file = None
+        if not logs_dir:
+            return
+        try:
+            file = LogFile(
+                Path(logs_dir), self._ids["backend_tag"], self._ids["replica_tag"].rpartition("#")[2]
+            )
+        except OSError as error:
+            logging.getLogger("muster").warning("logs_dir: no file can be written there: %s", error)
+            return
+        for name in _LEVELLED:
+            logging.getLogger(name).addHandler(file)
+        self._file = file
 
     def catch(self, level: int) -> None:
         """Capture the root logger, standard output and standard error from now on."""
