@@ -188,9 +188,8 @@ class DeploymentHandle(Generic[T]):
         for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the response must start by
         then; the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
 
-        Values travel by value and pickled: ``_by_reference`` has no effect, and serializations other than
-        ``cloudpickle`` and ``pickle`` are refused. Replicas are not chosen by their machine:
-        ``_prefer_local_routing=True`` warns.
+        Values travel by value and pickled: ``_by_reference`` and serializations have no effect. Replicas are not chosen
+        by their machine: ``_prefer_local_routing=True`` warns.
         """
         check_serialization("request_serialization", request_serialization, _UNSET)
         check_serialization("response_serialization", response_serialization, _UNSET)

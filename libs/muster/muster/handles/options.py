@@ -72,13 +72,13 @@ class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the call may be sent to another replica after its replica died; set by ``idempotent``."""
 
 
-_SERIALIZATIONS: Final = ("cloudpickle", "pickle")
+_SERIALIZATIONS: Final = ("cloudpickle", "pickle", "msgpack", "orjson")
 
 
 def check_serialization(field: str, value: Any, unset: Any) -> None:
-    """Raise `BadField` unless ``value`` is ``unset`` or a serialization by pickle, which is the only one."""
+    """Raise `BadField` unless ``value`` is ``unset`` or the name of a serialization; calls are pickled in any case."""
     if value is not unset and value not in _SERIALIZATIONS:
-        raise BadField(field, f"{str(value)[:40]!r} is not possible: calls between replicas are pickled")
+        raise BadField(field, f"{str(value)[:40]!r} is none of {', '.join(_SERIALIZATIONS)}")
 
 
 def check_options(options: HandleOptions) -> HandleOptions:

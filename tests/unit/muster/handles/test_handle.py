@@ -184,8 +184,8 @@ def test_an_option_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"request_serialization": "msgpack"},
-        {"response_serialization": "orjson"},
+        {"request_serialization": "xml"},
+        {"response_serialization": ""},
     ],
 )
 def test_an_option_that_is_not_there_is_refused_by_name(options: dict[str, Any]) -> None:
@@ -197,8 +197,8 @@ def test_options_that_change_nothing_are_taken_and_locality_warns() -> None:
     handle = DeploymentHandle[object]("a", "default").options(
         _by_reference=True,
         _prefer_local_routing=False,
-        request_serialization="cloudpickle",
-        response_serialization="pickle",
+        request_serialization="msgpack",
+        response_serialization="orjson",
     )
     with pytest.warns(UserWarning, match="_prefer_local_routing has no effect"):
         handle.options(_prefer_local_routing=True)
