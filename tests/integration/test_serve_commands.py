@@ -175,15 +175,15 @@ def status(directory: Path, name: str) -> Any:
 def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Path, url: str) -> None:
     assert "a stack runs already" in muster(directory, "start")
     muster(directory, "build", "app:app", "-o", "f.yaml")
-    assert "application app1 is deployed" in muster(directory, "deploy", "f.yaml")
-    shown = status(directory, "app1")
+    assert "application default is deployed" in muster(directory, "deploy", "f.yaml")
+    shown = status(directory, "default")
     assert (shown["status"], shown["deployments"]["Hello"]["replica_states"]) == ("RUNNING", {"RUNNING": 1})
     first = get(f"{url}/?name=bob")
     assert first.startswith("hello, bob ")
-    assert "nothing to do: application app1" in muster(directory, "diff", "f.yaml")
-    assert "nothing to do: application app1" in muster(directory, "deploy", "f.yaml")
+    assert "nothing to do: application default" in muster(directory, "diff", "f.yaml")
+    assert "nothing to do: application default" in muster(directory, "deploy", "f.yaml")
     assert get(f"{url}/?name=bob") == first, "the same process serves"
-    config = yaml.safe_load(muster(directory, "config", "--name", "app1"))
+    config = yaml.safe_load(muster(directory, "config", "--name", "default"))
     assert config["import_path"] == "app:app"
     (directory / "g.yaml").write_text(
         "applications:\n"
@@ -193,7 +193,7 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
     told = muster(directory, "diff", "g.yaml", code=1)
     assert "+ route_prefix: /" in told
     assert "note: the file leaves it out" in told
-    assert "application app1 is deleted: the file leaves it out" in muster(directory, "deploy", "g.yaml")
+    assert "application default is deleted: the file leaves it out" in muster(directory, "deploy", "g.yaml")
     assert get(f"{url}/?name=bob").startswith("moin, bob ")
     assert status(directory, "hidden")["status"] == "RUNNING"
     assert "is deleted" in muster(directory, "shutdown", "-y")

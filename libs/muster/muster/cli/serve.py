@@ -92,8 +92,8 @@ def build(
     Example:
       muster build app:app -o app.yaml
 
-    Has the options that the code of each deployment chooses; those of the file override them. Applications are named
-    app1, app2, ...; one alone has the route /, several have the routes /app1, /app2, ...
+    Has the options that the code of each deployment chooses; those of the file override them. One application is named
+    default and has the route /; several are named app1, app2, ... with the routes /app1, /app2, ...
     """
     session = get_session(context)
     with session.reporting(as_json=False):
@@ -104,7 +104,10 @@ def build(
         from muster.sdk.applications import describe_application  # noqa: PLC0415 - as above
 
         places = import_places(session, app_dir)
-        named = [f"app{n}" for n in range(1, len(import_paths) + 1)]
+        # As `deploy` and `run` name one; not app1, as Ray Serve, whose `status --name default` would not find it.
+        named = (
+            ["default"] if len(import_paths) == 1 else [f"app{n}" for n in range(1, len(import_paths) + 1)]
+        )
         routes = ["/"] if len(import_paths) == 1 else [f"/{name}" for name in named]
         described = [
             describe_application(path, places, name=name, route=route)

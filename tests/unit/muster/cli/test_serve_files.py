@@ -564,7 +564,7 @@ def test_what_build_writes_deploys_what_the_code_says(
     assert muster("build", f"{module}:app", "-o", "built.yaml").exit_code == 0
     built = yaml.safe_load((tmp_path / "built.yaml").read_text())
     [app] = built["applications"]
-    assert (app["name"], app["route_prefix"], app["import_path"]) == ("app1", "/", f"{module}:app")
+    assert (app["name"], app["route_prefix"], app["import_path"]) == ("default", "/", f"{module}:app")
     model, front = app["deployments"]
     assert model == {
         "name": "Model",
@@ -573,7 +573,7 @@ def test_what_build_writes_deploys_what_the_code_says(
     }
     assert front["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 9}
     assert muster("deploy", "built.yaml").exit_code == 0
-    assert muster("deploy", f"{module}:app", "--name", "app1").exit_code == 0
+    assert muster("deploy", f"{module}:app").exit_code == 0
     from_file, from_code = controller.asked_of("deploy_application")
     assert from_file.deployments == from_code.deployments
     several = yaml.safe_load(muster("build", f"{module}:app", f"{module}.app").stdout)
