@@ -19,6 +19,7 @@ from muster.batching.calls import (
     BatchCancelled,
     BatchedCall,
     Bound,
+    NoBatchResult,
     SingleCall,
     StreamedCall,
     WrongBatchResult,
@@ -224,7 +225,7 @@ class RunningBatch:
         name = self._function.__qualname__
         if isinstance(results, str | bytes | Mapping | AbstractSet) or not hasattr(results, "__len__"):
             kind = type(results).__name__
-            raise WrongBatchResult(
+            raise NoBatchResult(
                 f"{name} {verb} a value of type {kind} for a batch of {wanted}; it must be a list"
             )
         if len(results) != wanted:

@@ -270,5 +270,9 @@ class WrongBatchResult(ServeError, RuntimeError):
     error_code = "wrong_batch_result"
 
 
+class NoBatchResult(WrongBatchResult, TypeError):
+    """The batch function returned or yielded no list; in Ray Serve that is a TypeError."""
+
+
 class BatchCancelled(RuntimeError):
     """The batch function was cancelled, though callers were waiting: its event loop is being closed."""

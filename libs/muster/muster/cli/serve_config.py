@@ -80,7 +80,8 @@ def check_config(file: YamlFile, directory: Path) -> ServeConfig:
         raise file.build_error((), "must have the field 'applications', a list")
     if "applications" not in file.value and "import_path" in file.value:
         raise file.build_error(("import_path",), "belongs into the list 'applications'")
-    errors = [*find_unknown_fields(file.value, ServeDeploySchema)]
+    known = {name: part for name, part in file.value.items() if not str(name).startswith("x-")}  # for anchors
+    errors = [*find_unknown_fields(known, ServeDeploySchema)]
     if not errors:
         try:
             schema = ServeDeploySchema.model_validate(file.value)

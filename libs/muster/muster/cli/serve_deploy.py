@@ -27,6 +27,7 @@ from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import ServeApplicationSchema
 from muster.sdk.applications import PreparedApplication, prepare_application
+from muster.sdk.files import unpack
 from muster.sdk.run import upload_application
 from muster.sdk.translate import deploy_command
 from serve_common.api.commands import DeleteApplication, SetHttpOptions
@@ -98,8 +99,14 @@ def _located(file: YamlFile, at: int, error: BadField) -> BadField:
 
 
 def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:
+    """What the application is imported from before all else. Raises `BadField`, `LimitReached` for a zip."""
     named = runtime_env.get("working_dir")
-    return [directory / named] if isinstance(named, str) and "://" not in named else []
+    if not isinstance(named, str):
+        return []
+    path = str(directory / named) if "://" not in named else named
+    if path.endswith(".zip"):
+        return [unpack(path, "runtime_env.working_dir")]
+    return [Path(path.removeprefix("local://"))] if "://" not in path or path.startswith("local://") else []
 
 
 def prepare_import_path(

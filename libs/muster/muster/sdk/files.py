@@ -6,13 +6,16 @@ same files have the same digest in every process. What may be ignored: see `_Ign
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import re
+import shutil
 import site
 import stat
 import sys
 import sysconfig
+import tempfile
 import types
 import urllib.request
 import zipfile
@@ -49,6 +52,8 @@ _OURS: Final = frozenset(
     {"muster", "ray", "serve_common", "serve_controller", "serve_proxy", "serve_replica_host"}
 )
 _LARGEST_SHOWN: Final = 5
+_LOCAL: Final = ("", "file", "local")
+"""Schemes of paths on this machine, as Ray Serve's files have them."""
 _DOWNLOAD_TIMEOUT_S: Final = 60.0
 _EARLIEST: Final = (1980, 1, 1, 0, 0, 0)
 _IMPORT: Final = re.compile(
@@ -155,18 +160,27 @@ def pack(files: Mapping[str, Path | bytes], where: str) -> bytes:
     return target.getvalue()
 
 
+def unpack(source: str, where: str) -> Path:
+    """A directory with what the .zip ``source`` has, for imports; it ends with this process. Raises as `Files`."""
+    directory = tempfile.mkdtemp(prefix="muster-code-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    with zipfile.ZipFile(io.BytesIO(_archive(source, [], where, is_module=False))) as archive:
+        archive.extractall(directory)
+    return Path(directory)
+
+
 def _archive(source: str, excludes: list[str], where: str, *, is_module: bool) -> bytes:
-    scheme = source.partition("://")[0] if "://" in source else ""
+    scheme, _, path_of = source.partition("://") if "://" in source else ("", "", source)
     suffix = ".whl" if is_module and source.endswith(".whl") else ".zip"
     if scheme == "https":
         if not source.endswith(suffix):
             raise BadField(where, f"{source[:200]!r} must end in {'.zip or .whl' if is_module else '.zip'}")
         return pack(_unzip(_download(source, where), where, strips_top=suffix == ".zip"), where)
-    if scheme:
+    if scheme not in _LOCAL:
         raise BadField(
             where, f"{source[:200]!r} is not supported: give a local path, or an https:// address of a .zip"
         )
-    path = Path(source).expanduser()
+    path = Path(path_of).expanduser()
     if path.is_dir():
         prefix = f"{path.resolve().name}/" if is_module else ""
         ignored = _Ignored(path, excludes)
@@ -176,7 +190,7 @@ def _archive(source: str, excludes: list[str], where: str, *, is_module: bool) -
     if is_module and path.suffix == ".py":
         return pack({path.name: path}, where)
     if path.suffix == suffix and not (is_module and suffix == ".zip"):
-        return pack(_unzip(path.read_bytes(), where, strips_top=False), where)
+        return pack(_unzip(path.read_bytes(), where, strips_top=scheme == "file" and suffix == ".zip"), where)
     file = "a .py file or a .whl" if is_module else "or a .zip"
     raise BadField(where, f"{str(path)!r} must be a directory, {file}")
 

@@ -135,6 +135,7 @@ async def test_a_wrong_number_of_results_fails_everybody_clearly(returned, messa
     assert all(isinstance(result, serve.WrongBatchResult) for result in results)
     assert message in str(results[0])
     assert isinstance(returned, list) or "work" in str(results[0])
+    assert isinstance(results[0], TypeError) is not isinstance(returned, list), "as in Ray Serve"
 
 
 async def test_who_is_cancelled_while_waiting_never_reaches_the_function() -> None:

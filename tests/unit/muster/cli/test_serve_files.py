@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -596,6 +597,34 @@ def test_paths_of_a_runtime_env_are_relative_to_the_directory_of_the_command(
     result = muster("deploy", f"{module}:app", "--app-dir", "src", "--working-dir", "./src")
     assert result.exit_code == 0, result.output
     assert "default" in sent(controller)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_an_application_is_imported_from_the_zip_that_is_its_working_dir(
+    muster: Muster, controller: Any, module: str, tmp_path: Path, scheme: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        for each in tmp_path.glob("*.py"):
+            archive.write(each, each.name)
+            each.unlink()
+    file = write(
+        tmp_path,
+        f"applications:\n- import_path: {module}:app\n"
+        f"  runtime_env: {{working_dir: '{scheme}{tmp_path / 'code.zip'}'}}\n",
+    )
+    result = muster("deploy", file)
+    assert result.exit_code == 0, result.output
+    assert "default" in sent(controller)
+
+
+def test_parts_of_a_file_that_only_anchors_name_are_left_alone(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    file = write(
+        tmp_path, f"x-base: &base {{import_path: '{module}:app'}}\napplications:\n- <<: *base\n  name: one\n"
+    )
+    assert muster("deploy", file).exit_code == 0
+    assert "one" in sent(controller)
 
 
 def test_an_argument_without_a_value_is_refused_in_ray_serves_words(muster: Muster, module: str) -> None:
