@@ -577,6 +577,7 @@ import muster as serve
 
 @serve.deployment(ray_actor_options={"num_cpus": 0.1})
 def hello(request):
+    print("greets")
     return "hello from " + request.query_params.get("name", "nobody")
 
 serve.start(http_options={"port": 0, "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"})
@@ -710,5 +711,5 @@ def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 0, errors
-    assert output == "ended\n"
+    assert output == "(default/hello#1) greets\nended\n"
     assert not list(tmp_path.glob(".muster*"))

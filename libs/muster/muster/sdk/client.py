@@ -26,6 +26,7 @@ from muster.config import HTTPOptions
 from muster.handles import disconnect
 from muster.library_logs import use_library_logs
 from muster.schema import LoggingConfig
+from muster.sdk.replica_lines import show_replica_lines
 from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.runtime.request_context import current_replica
 from serve_common.runtime.threads import LoopThread
@@ -183,6 +184,8 @@ class Client:
                     self._exits.push_async_callback(embedded.stop)
                     address = find_address()
                 self._stack = await self._exits.enter_async_context(connect_stack(address))
+                if self._embedded is not None:
+                    await self._exits.enter_async_context(show_replica_lines(address))
             return self._stack
 
     def close(self) -> None:
