@@ -59,7 +59,7 @@ def import_application(
             raise _failed(import_path, error) from error
         places = ", ".join(map(str, directories))
         raise BadField(
-            "import_path", f"{import_path}: no module {error.name!r} is in {places} or installed"
+            "import_path", f"{import_path}: No module named {error.name!r} in {places}, nor installed"
         ) from error
     except AttributeError as error:
         if not hasattr(sys.modules.get(module_name), "__spec__"):
@@ -101,7 +101,9 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
     if isinstance(found, Application):
         if arguments:
             raise BadField(
-                "args", f"are for a function that builds an application; {import_path} is one already"
+                "args",
+                "Arguments can only be passed to an application builder function, not an already built application, "
+                f"which {import_path} is",
             )
         return found
     if isinstance(found, Deployment):

@@ -288,12 +288,12 @@ def test_a_bad_file_is_refused_with_path_and_line_before_anything_is_sent(
 @pytest.mark.parametrize(
     ("import_path", "more", "words"),
     [
-        ("nowhere:app", "", "f.yaml:1: applications[0].import_path: nowhere:app: no module 'nowhere'"),
+        ("nowhere:app", "", "f.yaml:1: applications[0].import_path: nowhere:app: No module named 'nowhere'"),
         ("{module}:appl", "", "has no attribute 'appl'"),
         ("{module}:Model", "", "{module}:Model is a deployment; name what its bind() returns"),
         ("{module}:Args", "", "{module}:Args is a ModelMetaclass"),
         ("{module}:broken", "", "no luck today"),
-        ("{module}:app", "args: {x: 1}", "applications[0].args: are for a function"),
+        ("{module}:app", "args: {x: 1}", "applications[0].args: Arguments can only be passed"),
         ("{module}:typed", "args: {count: many}", "applications[0].args: of {module}:typed"),
         (
             "{module}:app",
