@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -81,3 +82,22 @@ async def test_prints_go_where_they_were_printed_to_until_the_end(
 )
 def test_each_line_names_its_replica(fields: dict[str, Any], text: str) -> None:
     assert format_line(line(**fields)) == text
+
+
+async def test_an_output_that_blocks_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    unblocked = threading.Event()
+    monkeypatch.setattr(replica_lines, "_write", lambda _line: unblocked.wait(30))
+    monkeypatch.setattr(replica_lines, "_END_S", 0.05)
+    feed = FakeFeed()
+
+    @asynccontextmanager
+    async def listen(_address: StackAddress, _subjects: Sequence[str]) -> AsyncIterator[FakeFeed]:
+        yield feed
+
+    monkeypatch.setattr(replica_lines, "listen_to_stack", listen)
+    async with asyncio.timeout(10):
+        async with show_replica_lines(StackAddress(urls=("nats://x",))):
+            for _ in range(3 * replica_lines._WAITING_MAX):
+                feed.put(line(message="one"))
+            await feed.read.wait()
+    unblocked.set()
