@@ -185,7 +185,7 @@ class DeploymentSchema(BaseModel):
     """Requests that a replica works on at once."""
     max_queued_requests: StrictInt | DEFAULT = DEFAULT.VALUE
     """Requests that may wait in each router; -1 for any number."""
-    backpressure_config: BackpressureConfig | dict[str, Any] | DEFAULT = DEFAULT.VALUE
+    backpressure_config: BackpressureConfig | DEFAULT = DEFAULT.VALUE
     """HTTP response when too many wait."""
     user_config: dict[str, Any] | DEFAULT | None = DEFAULT.VALUE
     """Value that ``reconfigure`` gets."""
@@ -213,7 +213,7 @@ class DeploymentSchema(BaseModel):
     """Logging of the replicas."""
     request_router_config: RequestRouterConfig | dict[str, Any] | DEFAULT = DEFAULT.VALUE
     """How requests are routed to the replicas."""
-    gang_scheduling_config: GangSchedulingConfig | dict[str, Any] | DEFAULT | None = DEFAULT.VALUE
+    gang_scheduling_config: GangSchedulingConfig | DEFAULT | None = DEFAULT.VALUE
     """Not supported."""
     deployment_actors: list[DeploymentActorConfig | dict[str, Any]] | DEFAULT | None = DEFAULT.VALUE
     """Not supported."""

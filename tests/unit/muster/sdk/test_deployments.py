@@ -261,6 +261,8 @@ def test_http_options_without_a_host_are_those_of_no_proxy() -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        {"backpressure_config": {"status_code": 500}},
+        {"gang_scheduling_config": {"gang_size": 0}},
         {"graceful_shutdown_wait_loop_s": -1},
         {"graceful_shutdown_timeout_s": -1},
         {"health_check_period_s": 0},
