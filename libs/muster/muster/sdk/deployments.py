@@ -245,6 +245,11 @@ class Deployment:
         return self._options.logging_config
 
     @property
+    def _deployment_config(self) -> DeploymentOptions:
+        """Ray Serve's name for ``deployment_options``, which tests read."""
+        return self.deployment_options
+
+    @property
     def deployment_options(self) -> DeploymentOptions:
         """All options that never replace a replica."""
         return self._options

@@ -232,3 +232,9 @@ def test_values_of_enumerations_are_texts_and_a_key_needs_its_certificate() -> N
     assert AutoscalingConfig().aggregation_function == "mean"
     with pytest.raises(ValidationError, match="must be provided together"):
         HTTPOptionsSchema(ssl_keyfile="key.pem")
+
+
+def test_the_options_of_a_deployment_are_read_by_ray_serves_name() -> None:
+    automatic = muster.deployment(num_replicas="auto")(RayServeException)
+    config = automatic._deployment_config
+    assert (config.max_ongoing_requests, config.autoscaling_config.max_replicas) == (5, 100)
