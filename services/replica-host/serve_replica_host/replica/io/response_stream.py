@@ -58,6 +58,8 @@ _BY_THEIR_TEXT: Final = (
 
 def _as_json(value: Any) -> Any:
     """What Ray Serve, by FastAPI's encoder, makes of a value that is not JSON. Raises NotImplementedError."""
+    if value is None or isinstance(value, bool):  # a key; msgspec asks for these
+        return msgspec.json.encode(value).decode()
     if isinstance(value, str):  # of a class of its own, such as a replica's id
         return str(value)
     if hasattr(value, "model_dump"):  # pydantic; FastAPI too writes aliases

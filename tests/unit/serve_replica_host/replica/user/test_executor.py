@@ -132,6 +132,11 @@ async def test_a_body_can_be_read_as_a_stream() -> None:
         ("hi", "text/plain; charset=utf-8", b"hi"),
         (b"\x00", "text/plain", b"\x00"),
         ({"a": [1, None]}, "application/json", b'{"a":[1,null]}'),
+        (
+            {None: 1, True: [2.0], 3: {False: "é"}},
+            "application/json",
+            '{"null":1,"true":[2.0],"3":{"false":"é"}}'.encode(),
+        ),
         (None, "text/plain", b""),
         (1.5, "application/json", b"1.5"),
     ],
