@@ -15,7 +15,22 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`]+)`")
 _HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 _FILE_NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
+_PROGRAM = re.compile(r"(?:docker|make|muster|nats|python) ")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
+
+
+class Command(NamedTuple):
+    """One command of a block or a sentence."""
+
+    words: list[str]
+    variables: dict[str, str] = {}  # noqa: RUF012 - never changed
+    """What stands before it as ``NAME=value``."""
+    is_piped: bool = False
+    """It reads what the command before it prints."""
+
+    def __str__(self) -> str:
+        """It in one line, without quotes."""
+        return " ".join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
 
 
 class Block(NamedTuple):
@@ -32,19 +47,24 @@ class Block(NamedTuple):
         found = _FILE_NAME.match(self.text)
         return found[1] if found and self.language != "sh" else ""
 
-    def commands(self) -> Iterator[list[str]]:
-        """The words of each command, without redirections, variables and what follows a pipe."""
+    def commands(self) -> Iterator[Command]:
+        """Its commands, in order, without redirections and comments."""
         for line in self.text.replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&")
             lexer.whitespace_split = True
             words: list[str] = []
+            variables: dict[str, str] = {}
+            is_piped = False
             for word in [*lexer, ";"]:
                 if word and not word.strip("|;&"):
                     if words:
-                        yield words
-                    words = []
+                        yield Command(words, variables, is_piped)
+                    words, variables, is_piped = [], {}, word == "|"
                 elif words or not _ASSIGNMENT.match(word):
                     words.append(word)
+                else:
+                    name, _, value = word.partition("=")
+                    variables[name] = value
 
 
 class Page(NamedTuple):
@@ -74,6 +94,11 @@ class Page(NamedTuple):
     def inline_code(self) -> list[str]:
         """What stands between backticks in its prose, each in one line."""
         return [" ".join(code.split()) for code in _CODE.findall(self.prose)]
+
+    def inline_commands(self) -> Block:
+        """A block of the commands that its sentences name, each once."""
+        found = [code for code in self.inline_code() if _PROGRAM.match(code)]
+        return Block("sh", "\n".join(dict.fromkeys(found)))
 
     def links(self) -> list[str]:
         """The targets of its links into the project."""

@@ -15,7 +15,14 @@ import yaml
 from muster.cli.main import app as cli
 from serve_common.api.commands import DeployApplication
 from serve_common.telemetry.catalogue import get_spec
-from tests.support.documents import ROOT, Page, all_pages, page
+from tests.support.documents import ROOT, Block, Page, all_pages, page
+from tests.support.reader import (
+    BY_TESTS_OF_THEIR_OWN,
+    IN_CONTAINERS,
+    NOT_EXECUTED,
+    ON_AN_EMBEDDED_STACK,
+    WITH_COMMANDS_IN_SENTENCES,
+)
 
 PAGES = all_pages()
 EACH = pytest.mark.parametrize("each", [pytest.param(each, id=each.name) for each in PAGES])
@@ -62,8 +69,8 @@ def parse(words: list[str]) -> None:
 @EACH
 def test_every_command_can_be_parsed(each: Page) -> None:
     for block in each.blocks("sh"):
-        for words in block.commands():
-            given = muster_words(words)
+        for command in block.commands():
+            given = muster_words(command.words)
             if given is not None:
                 parse(given)
 
@@ -86,6 +93,26 @@ def check_names(words: list[str]) -> None:
                 command = group = COMMANDS
 
 
+def pages_with_commands() -> dict[str, list[Block]]:
+    """Those that must be followed, with the blocks whose commands must be executed."""
+    found = {each.name: each.blocks("sh") for each in PAGES if each.blocks("sh")}
+    for name in WITH_COMMANDS_IN_SENTENCES:
+        found.setdefault(name, []).append(page(name).inline_commands())
+    return found
+
+
+def test_every_page_with_commands_is_followed_by_one_test() -> None:
+    followed = sorted([*ON_AN_EMBEDDED_STACK, *IN_CONTAINERS, *BY_TESTS_OF_THEIR_OWN])
+    assert sorted(pages_with_commands()) == followed
+
+
+def test_what_is_not_executed_is_on_its_page_and_has_a_reason() -> None:
+    for name, left_out in NOT_EXECUTED.items():
+        commands = {str(command) for block in pages_with_commands()[name] for command in block.commands()}
+        assert left_out.keys() - commands == set(), name
+        assert all(left_out.values()), name
+
+
 @EACH
 def test_every_command_in_a_sentence_exists(each: Page) -> None:
     for code in each.inline_code():
@@ -96,7 +123,7 @@ def test_every_command_in_a_sentence_exists(each: Page) -> None:
 @EACH
 def test_every_target_of_make_exists(each: Page) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    commands = [words for block in each.blocks("sh") for words in block.commands()]
+    commands = [command.words for block in each.blocks("sh") for command in block.commands()]
     commands += [code.split() for code in each.inline_code()]
     named = {words[1] for words in commands if words[0] == "make" and len(words) > 1}
     assert {name for name in named if re.fullmatch(r"[a-z-]+", name)} <= targets

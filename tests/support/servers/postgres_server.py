@@ -96,6 +96,16 @@ class PostgresServer:
     def _data(self) -> Path:
         return self._directory / "data"
 
+    @property
+    def libpq_variables(self) -> dict[str, str]:
+        """What psql, which is on this path, reaches it by as the superuser."""
+        return {
+            "PATH": f"{self._binaries}{os.pathsep}{os.environ['PATH']}",
+            "PGHOST": "127.0.0.1",
+            "PGPORT": str(self.port),
+            "PGPASSWORD": _PASSWORD,
+        }
+
     def start(self) -> None:
         """Start it unless it runs; returns once it takes connections."""
         if self._process is not None:
