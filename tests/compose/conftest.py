@@ -13,8 +13,10 @@ from testcontainers.compose import DockerCompose
 
 from muster.secrets import generate
 from tests.compose.stack import PROJECT, ROOT, Stack
+from tests.support.servers.reserved_port import HeldPort
 
 _REQUIRED = "MUSTER_REQUIRE_COMPOSE"
+_BUILD_LIMIT_S = 900.0
 
 
 def _why_no_engine() -> str | None:
@@ -60,7 +62,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         pytest.skip(f"NOT TESTED: the stack in containers, for no Docker engine with compose answers: {why}")
     secrets = generate(tmp_path_factory.mktemp("secrets"), for_containers=True)
     files = ["compose.yaml", "deploy/grafana/left-out.yaml", "tests/compose/quick.yaml"]
-    compose = DockerCompose(ROOT, files, build=True, wait=False)
+    compose = DockerCompose(ROOT, files, wait=False)
     prometheus = _quick_prometheus(tmp_path_factory.mktemp("prometheus") / "etc")
     apps = _apps(tmp_path_factory.mktemp("models") / "apps")
     with pytest.MonkeyPatch.context() as environment:
@@ -68,11 +70,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         environment.setenv("MUSTER_SECRETS", str(secrets.directory))
         environment.setenv("MUSTER_TEST_PROMETHEUS", str(prometheus))
         environment.setenv("MUSTER_APPS", str(apps))
-        for name in ("HTTP", "NATS", "PROMETHEUS"):
-            environment.setenv(f"MUSTER_{name}_PORT", "127.0.0.1:0")
+        # Chosen here and not by the engine, for `muster` finds the stack by them as a user's does.
+        ports = {name: HeldPort() for name in ("HTTP", "NATS", "PROMETHEUS")}
+        for name, held in ports.items():
+            environment.setenv(f"MUSTER_{name}_PORT", f"127.0.0.1:{held.port}")
         for name in ("MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):
             environment.delenv(name, raising=False)
         compose.stop()  # what a run that was killed left behind
+        # One image after the other: built at once, each would have its own copy of the layers that they share, and a
+        # second build would find those of one image only.
+        command = [*compose.compose_command_property, "build", "--quiet"]
+        environment.setenv("COMPOSE_PARALLEL_LIMIT", "1")
+        subprocess.run(command, cwd=ROOT, check=True, timeout=_BUILD_LIMIT_S)
+        environment.delenv("COMPOSE_PARALLEL_LIMIT")
         with compose:
             stack = Stack(compose, secrets)
             stack.wait_for_containers()

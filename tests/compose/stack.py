@@ -80,11 +80,16 @@ class Stack:
         """Ids of the containers of these services."""
         return {str(each.ID) for each in self.compose.get_containers() if each.Service in services}
 
+    @property
+    def compose_file(self) -> str:
+        """What ``COMPOSE_FILE`` is for whoever types commands for this stack, in any directory."""
+        return os.pathsep.join(str(ROOT / name) for name in self.compose.compose_file_name or ())
+
     def upgrade(self) -> str:
         """What `make upgrade` does after it has built the images: what it prints."""
         environment = {
             **os.environ,
-            "COMPOSE_FILE": os.pathsep.join(map(str, self.compose.compose_file_name or ())),
+            "COMPOSE_FILE": self.compose_file,
             "MUSTER": str(Path(sys.executable).with_name("muster")),
             "MUSTER_NATS_URL": self.nats_url,
             "MUSTER_NATS_CREDS_FILE": str(self.secrets.credentials_file(Role.ADMIN)),
@@ -144,6 +149,11 @@ class Stack:
         with urllib.request.urlopen(self.http(path), timeout=60) as response:
             body: bytes = response.read()
         return body.decode()
+
+    def forget(self) -> None:
+        """Somebody else has changed what is deployed."""
+        self._addresses.clear()
+        self._deployed = None
 
     def have_digits(self) -> None:
         """As `deploy_digits`, unless that was what was done last."""
