@@ -32,6 +32,7 @@ from tests.support.documents import Block, Command, Page
 ON_AN_EMBEDDED_STACK: Final = (
     "README.md",
     "examples/README.md",
+    "examples/digits/README.md",
     "docs/how-to/deploy.md",
     "docs/how-to/applications.md",
     "docs/how-to/traffic.md",

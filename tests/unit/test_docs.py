@@ -29,6 +29,9 @@ EACH = pytest.mark.parametrize("each", [pytest.param(each, id=each.name) for eac
 COMMANDS: Any = typer.main.get_command(cli)
 NEEDS_A_STACK = {"call_stock.py"}
 VARIABLES = page("docs/reference/variables.md").text
+A_COMMAND = r"(?:\$ )?(?:curl|docker|make|muster|nats|pip|python) "
+GENERATED = ROOT / "docs/reference"
+LANGUAGES = {"", "json", "promql", "python", "sh", "text", "yaml"}
 NOT_METRICS = {
     "serve_common",
     "serve_controller",
@@ -104,6 +107,16 @@ def pages_with_commands() -> dict[str, list[Block]]:
 def test_every_page_with_commands_is_followed_by_one_test() -> None:
     followed = sorted([*ON_AN_EMBEDDED_STACK, *IN_CONTAINERS, *BY_TESTS_OF_THEIR_OWN])
     assert sorted(pages_with_commands()) == followed
+
+
+@EACH
+def test_commands_are_where_they_are_followed(each: Page) -> None:
+    """And not in a block of another language, or in one without a fence."""
+    assert {block.language for block in each.blocks()} <= LANGUAGES
+    assert not re.search(rf"^ {{4,}}{A_COMMAND}", each.prose, re.MULTILINE)
+    if each.path.parent != GENERATED:  # what is there comes from the code, whose tests know it
+        for block in each.blocks("", "text"):
+            assert not re.search(rf"^{A_COMMAND}", block.text, re.MULTILINE)
 
 
 def test_what_is_not_executed_is_on_its_page_and_has_a_reason() -> None:
