@@ -15,7 +15,7 @@ from opentelemetry.context import get_current
 
 from muster.sdk.absent import absent
 from serve_common.errors import PermanentError
-from serve_common.names import BackendTag, DeploymentID, ReplicaTag
+from serve_common.names import BackendTag, DeploymentID
 from serve_common.protocol.reports import ReplicaRank
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 
@@ -70,8 +70,8 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     """Its name within the application; for a backend that belongs to none, its tag."""
     backend_tag: BackendTag
     """``app/name`` of its backend."""
-    replica_tag: ReplicaTag
-    """``backend_tag#ordinal``."""
+    replica_tag: str
+    """``backend_tag#ordinal``; in a program of Ray Serve's form ``replica_id.unique_id``, as there."""
     code_version: str
     """Number of code changes of its backend up to the code that it runs, as text."""
     servable_object: object
@@ -83,13 +83,11 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     """Number of replicas that the deployment should have."""
 
+    replica_id: ReplicaID
+    """``backend_tag#ordinal``, with the names that Ray Serve gives its parts."""
+
     gang_context: None = None
     """There are no gangs."""
-
-    @property
-    def replica_id(self) -> ReplicaID:
-        """``replica_tag``, with the names that Ray Serve gives its parts."""
-        return ReplicaID(self.replica_tag)
 
 
 _FIRST_RANK: Final = ReplicaRank(rank=0, node_rank=0, local_rank=0)
@@ -103,11 +101,13 @@ def get_replica_context() -> ReplicaContext:
             "`serve.get_replica_context()` may only be called from within a replica of a deployment"
         )
     app_name, _, deployment = replica.backend_tag.rpartition("/")
+    replica_id = ReplicaID(replica.replica_tag)
     return ReplicaContext(
         app_name=app_name,
         deployment=deployment,
         backend_tag=replica.backend_tag,
-        replica_tag=replica.replica_tag,
+        replica_tag=replica_id.unique_id if replica.is_program else replica.replica_tag,
+        replica_id=replica_id,
         code_version=str(replica.code_version),
         servable_object=replica.servable_object,
         rank=replica.rank or _FIRST_RANK,

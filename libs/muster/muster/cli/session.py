@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -238,7 +239,15 @@ def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord
         [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _with_parents(directory)]
     )
     places = [place for base in bases for place in (base, base / RUN_STATE_DIR.name)]
-    return next(filter(None, map(running_stack, places)), None)
+    found = next(filter(None, map(running_stack, places)), None)
+    if (
+        found is None and not named and "ray" in sys.modules
+    ):  # a task or actor of a program with a stack within it
+        from muster.embedded.options import find_in_ray  # noqa: PLC0415 - few processes need it
+
+        announced = find_in_ray()
+        found = None if announced is None else running_stack(Path(announced))
+    return found
 
 
 def _secrets_of_compose(directory: Path) -> Path | None:

@@ -93,6 +93,31 @@ def find_ray() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+_STATE_DIR_KEY: Final = b"muster_state_dir"
+
+
+def announce_in_ray(state_dir: str | None) -> None:
+    """Let tasks and actors of this program's Ray find the stack within this process, or, with None, no longer.
+
+    Does nothing without Ray.
+    """
+    if find_ray():
+        store = sys.modules["ray"].experimental.internal_kv
+        if state_dir is None:
+            store._internal_kv_del(_STATE_DIR_KEY)  # noqa: SLF001 - Ray has no other table that its processes share
+        else:
+            store._internal_kv_put(_STATE_DIR_KEY, state_dir.encode(), overwrite=True)  # noqa: SLF001 - as above
+
+
+def find_in_ray() -> str | None:
+    """State directory of a stack that a program announced in the Ray that this process belongs to."""
+    if not find_ray():
+        return None
+    store = sys.modules["ray"].experimental.internal_kv
+    found: bytes | None = store._internal_kv_get(_STATE_DIR_KEY)  # noqa: SLF001 - as above
+    return None if found is None else found.decode()
+
+
 def share_ray(options: StackOptions) -> StackOptions:
     """``options`` with the Ray of this program, whose actors then mean something to its replicas.
 

@@ -55,6 +55,6 @@ def put_in_ray(value: Any) -> Any:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         raise RuntimeError(
-            "an ObjectRef needs Ray, which this process does not use: await the response instead"
+            "an ObjectRef needs Ray, which this process does not use, as in local testing mode: await the response"
         )
     return ray.put(value)

@@ -6,6 +6,7 @@ scalars use pickle, which is several times faster.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 import traceback
@@ -23,11 +24,13 @@ from serve_common.errors import (
     LimitReached,
     NoReplicaAvailable,
     NotFound,
+    ReplicaDied,
     RequestFailed,
     ServeError,
     UserCodeRaised,
 )
 from serve_common.protocol.frames import Raised
+from serve_common.runtime.ray_references import let_references_travel
 from serve_common.runtime.request_context import current_replica
 
 BODY_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -62,6 +65,7 @@ def pickle_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     ):
         body = pickle.dumps((tuple(args), kwargs), pickle.HIGHEST_PROTOCOL)
     else:
+        let_references_travel()
         body = cloudpickle.dumps((tuple(args), dict(kwargs)))
     return _check_size(body)
 
@@ -73,6 +77,7 @@ def pickle_one(value: Any) -> Sent:
 
 def pickle_value(value: Any) -> bytes:
     """Pickle one value; raises as `pickle_arguments` does."""
+    let_references_travel()
     return _check_size(cloudpickle.dumps(value))
 
 
@@ -108,7 +113,7 @@ def to_exception(error: ServeError) -> Exception:
         exception = _from_replica_error(error)
         is_own = error.code == UserCodeRaised.error_code
     else:
-        exception = error
+        exception = _as_actor_error(error) if type(error) is ReplicaDied and _has_rays_errors() else error
         is_own = isinstance(error, RequestCancelledError)
     if isinstance(exception, ServeError):
         exception.is_of_call = not is_own
@@ -143,30 +148,59 @@ def _from_replica_error(error: ReplicaError) -> Exception:
     if raised is not None and raised.traceback:
         # The newest one contains those before it.
         notes = [note for note in getattr(exception, "__notes__", ()) if not note.startswith(_REMOTE)]
-        if restored is not None and not isinstance(error, _RaisedHere) and current_replica() is None:
+        if restored is not None and not isinstance(error, _RaisedHere) and _has_rays_errors():
             exception = _as_task_error(restored, raised.traceback)
         exception.__notes__ = [*notes, _REMOTE + raised.traceback]
     return exception
 
 
-def _as_task_error(exception: Exception, remote_traceback: str) -> Exception:
-    """The exception as a `RayTaskError` too, for a program that imports Ray and so may catch one, as in Ray Serve.
+def _has_rays_errors() -> bool:
+    """Whether what calls raise here is an error of Ray's too, as in Ray Serve: where a program imports Ray.
 
-    Unchanged without Ray, where its class cannot be combined, and in replicas: Ray is imported in all of them.
+    Every replica imports Ray, so there it is for those whose code came with a program of Ray Serve's form.
     """
-    exceptions = sys.modules.get("ray.exceptions")
-    if exceptions is None or isinstance(exception, exceptions.RayTaskError):
+    replica = current_replica()
+    return "ray.exceptions" in sys.modules and (replica is None or replica.is_program)
+
+
+def _as_actor_error(error: ReplicaDied) -> ReplicaDied:
+    """The death of a replica as Ray's `ActorDiedError` too, which a program that imports Ray may catch."""
+    kind = _actor_error_class(sys.modules["ray.exceptions"].ActorDiedError)
+    combined = kind(str(error))
+    vars(combined).update(vars(error))
+    return combined
+
+
+@functools.cache
+def _actor_error_class(ray_error: type[Exception]) -> type[ReplicaDied]:
+    def construct(self: ReplicaDied, message: str) -> None:
+        ray_error.__init__(self)
+        ReplicaDied.__init__(self, message)
+        self.args = (message,)
+
+    def reduce(self: ReplicaDied) -> tuple[Any, ...]:
+        return ReplicaDied, self.args  # another process may have no Ray
+
+    own = {"__init__": construct, "__reduce__": reduce, "__str__": Exception.__str__}
+    return type(ReplicaDied.__name__, (ReplicaDied, ray_error), own)
+
+
+def _as_task_error(exception: Exception, remote_traceback: str) -> Exception:
+    """The exception as a `RayTaskError` too; unchanged where its class cannot be combined."""
+    task_error_class: Any = sys.modules["ray.exceptions"].RayTaskError
+    if task_error_class in type(exception).__mro__:
         return exception
     try:
-        task_error = exceptions.RayTaskError(
+        task_error = task_error_class(
             "handle_request", remote_traceback, exception, proctitle="muster", ip="127.0.0.1"
         )
         combined: Exception = task_error.make_dual_exception_instance()
+        is_whole = task_error.cause is exception
     except Exception:  # noqa: BLE001 - the exception's own code; a plain one is right too
         return exception
-    if task_error.cause is not exception:
-        return exception  # it cannot be pickled
-    return combined
+    if is_whole:
+        return combined
+    return exception  # it cannot be pickled
 
 
 def _read_raised(body: bytes) -> Raised | None:

@@ -113,6 +113,10 @@ class _Embedded:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
             raise
         os.environ["MUSTER_STATE_DIR"] = str(self._directory)  # for handles, and for commands of this process
+        if self._ray_address:
+            from muster.embedded.options import announce_in_ray  # noqa: PLC0415 - as above
+
+            announce_in_ray(str(self._directory))
         sys.stderr.write(
             f"Muster runs within this process, at {self._stack.record.http_url}; it ends with it. For the command "
             f"line: MUSTER_STATE_DIR={self._directory}\n"
@@ -120,6 +124,10 @@ class _Embedded:
 
     async def stop(self) -> None:
         await self._stack.stop()
+        if self._ray_address and not self.has_lost_ray:
+            from muster.embedded.options import announce_in_ray  # noqa: PLC0415 - as above
+
+            announce_in_ray(None)
         if self._former is None:
             os.environ.pop("MUSTER_STATE_DIR", None)
         else:

@@ -28,6 +28,7 @@ from starlette.datastructures import State
 
 from serve_common.errors import BadField
 from serve_common.protocol.code import check_size, code_header
+from serve_common.runtime.ray_references import let_references_travel
 
 # A FastAPI application has one; unpickled as usual, its __getattr__ would look for itself without end.
 copyreg.pickle(State, lambda state: (State, (vars(state)["_state"],)))
@@ -245,6 +246,7 @@ def _ordered(items: Any) -> list[Any]:
 
 def _dump(value: Any, replace: Callable[[Any], Any] | None, files: Mapping[str, str] = _NO_FILES) -> bytes:
     with io.BytesIO() as file:
+        let_references_travel()
         CodePickler(file, replace, files).dump(value)
         return file.getvalue()
 

@@ -330,7 +330,7 @@ def deployment(_func_or_class: Any = None, **options: Any) -> Any:
     actor = _check_actor({"ray_actor_options": None, "max_replicas_per_node": None, **values})
 
     def decorate(func_or_class: Any) -> Deployment:
-        if not callable(func_or_class):
+        if not callable(func_or_class) or isinstance(func_or_class, Deployment):
             raise TypeError("@serve.deployment must be called on a class or function.")
         made = Deployment(
             values.get("name", getattr(func_or_class, "__name__", type(func_or_class).__name__)),

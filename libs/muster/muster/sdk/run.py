@@ -44,7 +44,7 @@ _STATUS_PAUSE_S_MAX: Final = 1.0
 
 
 class DeployFailed(PermanentError, RuntimeError):
-    """An application could not be deployed; the message has the user's traceback. What served before serves on."""
+    """An application could not be deployed; a note has the user's traceback. What served before serves on."""
 
     error_code = "deploy_failed"
 
@@ -194,7 +194,11 @@ async def _wait(
         reason = goal.error or goal.message or goal.status.value
         parts = [] if app is None else [each.name for each in app.deployments]
         failed = [name for name in parts if app is not None and f"{app.name}/{name}: " in reason]
-        raise DeployFailed(f"{failure}: {format_failed(failed)}{reason}")
+        if not failed:
+            raise DeployFailed(f"{failure}: {reason}")
+        error = DeployFailed(f"{failure}: {format_failed(failed)}")
+        error.add_note(reason)  # the message is Ray Serve's, which programs compare
+        raise error
 
 
 async def _wait_stopped(stack: Stack, app: BuiltApplication) -> None:

@@ -149,7 +149,7 @@ def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -
     failed = [name for name, each in shown.items() if each.status is DeploymentStatus.DEPLOY_FAILED]
     return ApplicationStatusOverview(
         status=_application_status(app),
-        message=f"{format_failed(failed)}{app.message}",
+        message=format_failed(failed) or app.message,
         last_deployed_time_s=app.deployed_at,
         deployments=shown,
     )
@@ -157,7 +157,7 @@ def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -
 
 def format_failed(deployments: Sequence[str]) -> str:
     """Ray Serve's words, which programs look for, for deployments that could not be deployed; "" for none."""
-    return f"Failed to update the deployments {list(deployments)}. " if deployments else ""
+    return f"Failed to update the deployments {list(deployments)}." if deployments else ""
 
 
 def _application_status(app: ApplicationView) -> ApplicationStatus:
@@ -177,9 +177,20 @@ def _deployment(view: DeploymentView) -> DeploymentStatusOverview:
     states = Counter(
         _REPLICA_STATES.get(replica.state, ReplicaState.STARTING).value for replica in view.replicas
     )
+    message = view.message
+    if state is DeploymentStatus.DEPLOY_FAILED:
+        starts = view.backend_config.max_constructor_retry_count
+        message = _FAILED_TO_START.format(starts=starts, error=message)
     return DeploymentStatusOverview(
-        status=state, status_trigger=trigger, replica_states=dict(states), message=view.message
+        status=state, status_trigger=trigger, replica_states=dict(states), message=message
     )
+
+
+_FAILED_TO_START: Final = (
+    "The deployment failed to start {starts} times in a row. This may be due to a problem with its constructor or "
+    "initial health check failing. See controller logs for details. Error:\n{error}"
+)
+"""Ray Serve's words, which programs look for."""
 
 
 def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, DeploymentStatusTrigger]:

@@ -100,6 +100,8 @@ class CurrentReplica(msgspec.Struct, kw_only=True):
     code_version: int
     peer_versions: dict[BackendTag, int]
     """As in `ReplicaGoal`; a reconfigure may renew it."""
+    is_program: bool = False
+    """True when its code was uploaded by a program in Ray Serve's form, whose calls raise as in Ray Serve."""
     rank: ReplicaRank | None = None
     """As in `ReplicaGoal`, and `world_size` too; a reconfigure may renew both."""
     world_size: int = 0

@@ -138,6 +138,7 @@ class ReplicaProcess:
             may_call=goal.may_call,
             code_version=goal.code_version,
             peer_versions=dict(goal.peer_versions),
+            is_program=bool(goal.replica_config.code),
             rank=goal.rank,
             world_size=goal.world_size,
             publish_models=self._publish_models,

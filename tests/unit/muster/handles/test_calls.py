@@ -110,8 +110,22 @@ print(type(received(Final("as it is"))) is Final)
 
 from serve_common.runtime import request_context
 
-request_context.current_replica.__globals__["_current"] = object()
+class Replica:
+    is_program = False
+
+
+replica = request_context.current_replica.__globals__["_current"] = Replica()
 print(type(received(Strict("too many", 7))) is Strict)
+replica.is_program = True
+print(isinstance(received(Strict("too many", 7)), RayTaskError))
+from ray.exceptions import RayActorError
+from serve_common.errors import ReplicaDied
+
+died = to_exception(ReplicaDied("it died"))
+print(isinstance(died, RayActorError), isinstance(died, ReplicaDied), str(died))
+print(type(pickle.loads(pickle.dumps(died))) is ReplicaDied)
+replica.is_program = False
+print(type(to_exception(ReplicaDied("it died"))) is ReplicaDied)
 """
 
 
@@ -126,6 +140,10 @@ async def test_a_program_that_imports_ray_gets_exceptions_that_are_its_task_erro
         "True True 7 RayTaskError(Strict)",
         "too many True True 1",
         "True True True",
+        "True",
+        "True",
+        "True",
+        "True True it died",
         "True",
         "True",
     ], err.decode()

@@ -20,6 +20,7 @@ import structlog
 
 from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
+from serve_common.runtime.ray_references import let_references_travel
 from serve_replica_host.replica.io.request import (
     Failed,
     IoEvent,
@@ -180,6 +181,7 @@ def _encode(value: Any, head: CallHead) -> bytes:
         elif type(value) in _SCALARS:
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         else:
+            let_references_travel()
             data = cloudpickle.dumps(value)
     except Exception as error:  # pickling runs the value's own code
         how = "pickled" if head.is_pickled else "written as msgpack"
@@ -213,6 +215,11 @@ def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> F
 
 def _pickled(error: BaseException) -> bytes:
     """Pickle an exception; empty when it cannot be restored: many can be pickled but not unpickled."""
+    # What a call of a handle raised may be Ray's error too (`muster.handles.pickles`), which callers without Ray cannot
+    # have; those with it make it anew.
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception) and type(error).__name__.startswith("RayTaskError("):
+        error = cause
     try:
         data: bytes = cloudpickle.dumps(error)
         restored = pickle.loads(data)  # noqa: S301 - our own bytes
