@@ -133,11 +133,12 @@ class Metric:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Name, description, tag keys and default tags, as in Ray."""
+        """Name, description, tag keys and default tags, as in Ray; in a program's replica with the keys added there."""
+        added = sorted(_CONTEXT_TAGS.difference(self._keys)) if _is_program() else ()
         return {
             "name": self._name,
             "description": self._spec.text,
-            "tag_keys": self._keys,
+            "tag_keys": (*self._keys, *added),
             "default_tags": dict(self._default_tags),
         }
 
@@ -192,8 +193,8 @@ class Counter(Metric):
             self._measure.add(0.0)
 
     def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
-        """Add ``value``. Raises ValueError below 0 and for missing or unknown tags."""
-        if not 0 <= _number(value) < math.inf:
+        """Add ``value``. Raises ValueError below 0 (in a program of Ray Serve's form also for 0), and for bad tags."""
+        if not 0 <= _number(value) < math.inf or (not value and _is_program()):
             raise ValueError(f"metric {self._spec.name!r}: a counter cannot be changed by {value!r}")
         self._measure.add(float(value), self._values(tags))
 
@@ -283,6 +284,11 @@ class Histogram(Metric):
     def __reduce__(self) -> Any:
         arguments = (self._name, self._spec.text, self._spec.buckets, self._keys)
         return _again, (Histogram, arguments, self._default_tags)
+
+
+def _is_program() -> bool:
+    replica = current_replica()
+    return replica is not None and replica.is_program
 
 
 def _number(value: Any) -> float:

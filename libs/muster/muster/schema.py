@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import os
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -16,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     StrictInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -153,10 +155,30 @@ class TracingConfig(BaseModel):
     """Share of traces that are kept, 0 to 1."""
 
 
+LOCAL_PATHS: Final = {"local_paths": True}
+"""Validation context in which ``runtime_env`` may name local paths, as in files; Ray Serve's models take none."""
+
+
+def _has_remote_files(runtime_env: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    if not (info.context or {}).get("local_paths"):
+        modules = runtime_env.get("py_modules") or []
+        for path in (runtime_env.get("working_dir"), *(modules if isinstance(modules, list) else ())):
+            if isinstance(path, str) and "://" not in path:
+                raise ValueError(
+                    "runtime_envs in the Serve config support only remote URIs in working_dir and py_modules, or "
+                    '"local://" URIs for directories that already exist on every node. Got error when parsing URI: '
+                    f"Expected URI but received path {path}"
+                )
+    return runtime_env
+
+
+RuntimeEnv = Annotated[dict[str, Any], AfterValidator(_has_remote_files)]
+
+
 class RayActorOptionsSchema(BaseModel):
     """Resources and environment of each replica's actor."""
 
-    runtime_env: dict[str, Any] = {}
+    runtime_env: RuntimeEnv = {}
     """Ray's runtime environment."""
     num_cpus: float | None = Field(default=None, ge=0)
     """CPUs of each replica."""
@@ -263,7 +285,7 @@ class ServeApplicationSchema(BaseModel):
     """HTTP path prefix; None is headless."""
     import_path: str
     """``module:attribute`` or ``module.attribute`` of a bound application, or of a function that builds one."""
-    runtime_env: dict[str, Any] = {}
+    runtime_env: RuntimeEnv = {}
     """Ray's runtime environment of all its replicas."""
     host: str = "0.0.0.0"  # noqa: S104 - Ray Serve's default; not used
     """Refused by Ray Serve within a file of several applications."""

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import ValidationError
 
 from muster.cli.yaml_file import FoundErrors, ValuePath, YamlFile, find_unknown_fields
-from muster.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
+from muster.schema import LOCAL_PATHS, DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 from muster.sdk.deployments import check_runtime_env, deployment
 from muster.sdk.run import check_route_prefix
 from serve_common.errors import BadField, ServeError
@@ -84,7 +84,7 @@ def check_config(file: YamlFile, directory: Path) -> ServeConfig:
     errors = [*find_unknown_fields(known, ServeDeploySchema)]
     if not errors:
         try:
-            schema = ServeDeploySchema.model_validate(file.value)
+            schema = ServeDeploySchema.model_validate(file.value, context=LOCAL_PATHS)
         except ValidationError as error:
             errors = [*_invalid_fields(file.value, error)]
         else:

@@ -269,7 +269,7 @@ def test_a_logging_config_has_an_effect_by_each_of_its_fields_until_it_is_gone()
 
 def test_what_the_own_loggers_log_is_in_a_file_too_where_a_directory_is_named(tmp_path: Path) -> None:
     def say() -> None:
-        logging.getLogger("ray.serve").info("hello")
+        logging.getLogger("ray.serve").info("hello", extra={"customer": 7})
         logging.getLogger("app").warning("of another")
 
     [app, deployment], ordinal = IDS["backend_tag"].split("/"), IDS["replica_tag"].rpartition("#")[2]
@@ -289,6 +289,7 @@ def test_what_the_own_loggers_log_is_in_a_file_too_where_a_directory_is_named(tm
     assert re.fullmatch(rf"INFO 20\S+ \S+ {app}_{deployment} {ordinal} -- hello", line)
     [said] = map(json.loads, (tmp_path / "json" / name).read_text().splitlines())
     assert (said["message"], said["levelname"], said["application"]) == ("hello", "INFO", app)
+    assert said["customer"] == 7
 
 
 class FullFile(io.StringIO):

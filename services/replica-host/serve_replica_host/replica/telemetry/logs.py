@@ -228,17 +228,23 @@ class LogFile(logging.handlers.RotatingFileHandler):
     def format(self, record: logging.LogRecord) -> str:
         context = request_context.get()
         request_id = "" if context is None else context.request_id
-        text = super().format(record)  # with the traceback
         asctime = logging.Formatter().formatTime(record)
         if self.attributes is None:
+            text = super().format(record)  # with the traceback
             of_request = f"{request_id} " if request_id else ""
             return f"{record.levelname} {asctime} {self._component} {self._ordinal} {of_request}-- {text}"
         fields = {"component_name": "replica", "deployment": self._component, "replica": self._ordinal}
-        line: dict[str, Any] = {"asctime": asctime, "message": text, "application": self._app, **fields}
+        message = record.getMessage()
+        line: dict[str, Any] = {"asctime": asctime, "message": message, "application": self._app, **fields}
         for name in self.attributes:
             line.setdefault(name, getattr(record, name, None))
-        if request_id:
-            line["request_id"] = request_id
+        for name, value in vars(record).items():  # what the program gave as ``extra``
+            if name not in _RECORD_ATTRIBUTES:
+                line.setdefault(name, value)
+        if context is not None and request_id:
+            line |= {"request_id": request_id, "route": context.route}
+        if record.exc_info:
+            line["exc_text"] = logging.Formatter().formatException(record.exc_info)
         return json.dumps(line, default=str)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
