@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self
 
-from serve_common.runtime.request_context import current_replica
+from serve_common.runtime.request_context import current_replica, is_program_replica
 from serve_common.telemetry.catalogue import OWN_PREFIX
 from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
 from serve_common.telemetry.metrics import Aggregate, process_metrics
@@ -134,7 +134,7 @@ class Metric:
     @property
     def info(self) -> dict[str, Any]:
         """Name, description, tag keys and default tags, as in Ray; in a program's replica with the keys added there."""
-        added = sorted(_CONTEXT_TAGS.difference(self._keys)) if _is_program() else ()
+        added = sorted(_CONTEXT_TAGS.difference(self._keys)) if is_program_replica() else ()
         return {
             "name": self._name,
             "description": self._spec.text,
@@ -194,7 +194,7 @@ class Counter(Metric):
 
     def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
         """Add ``value``. Raises ValueError below 0 (in a program of Ray Serve's form also for 0), and for bad tags."""
-        if not 0 <= _number(value) < math.inf or (not value and _is_program()):
+        if not 0 <= _number(value) < math.inf or (not value and is_program_replica()):
             raise ValueError(f"metric {self._spec.name!r}: a counter cannot be changed by {value!r}")
         self._measure.add(float(value), self._values(tags))
 
@@ -284,11 +284,6 @@ class Histogram(Metric):
     def __reduce__(self) -> Any:
         arguments = (self._name, self._spec.text, self._spec.buckets, self._keys)
         return _again, (Histogram, arguments, self._default_tags)
-
-
-def _is_program() -> bool:
-    replica = current_replica()
-    return replica is not None and replica.is_program
 
 
 def _number(value: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, final
 from muster.batching.queue import NO_DEADLINE, WaitingCall
 from muster.per_instance import is_method
 from serve_common.errors import ServeError
-from serve_common.runtime.request_context import RequestContext
+from serve_common.runtime.request_context import RequestContext, is_program_replica
 
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -161,8 +161,8 @@ class SingleCall(BatchedCall):
         return self.future.done()
 
     def succeed(self, result: Any) -> None:
-        """Return ``result`` to the caller; an exception as a result is raised there."""
-        if isinstance(result, BaseException):
+        """Return ``result`` to the caller; an exception as a result is raised there, but in a program's replica."""
+        if isinstance(result, BaseException) and not is_program_replica():
             self.fail(result)
         elif not self.future.done():
             self.future.set_result(result)

@@ -69,6 +69,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Operations port of the proxy; replaced by a free one if taken."""
     host_ops_port: int = 9103
     """Operations port of the replica host; replaced by a free one if taken."""
+    has_proxy: bool = True
+    """Whether a proxy runs; without one, deployments are called by handles only."""
     proxy_processes: int = 1
     """Proxy processes that share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None

@@ -118,11 +118,13 @@ class ServiceSpecs:
     def all(self, environment: Mapping[str, str]) -> list[ProcessSpec]:
         """Specifications in start order; they stop in reverse order, the proxy first."""
         environment = self._with_bytecode(_without_other_credentials(environment))
-        return [
+        specs = [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
             self._spec(HOST, environment, self._host(environment), (NATS,)),
-            self._spec(PROXY, environment, self._proxy(environment), (NATS,)),
         ]
+        if self._options.has_proxy:
+            specs.append(self._spec(PROXY, environment, self._proxy(environment), (NATS,)))
+        return specs
 
     def _with_bytecode(self, environment: Mapping[str, str]) -> Mapping[str, str]:
         """Let Python store compiled modules in the state directory if it must not write them beside their sources.

@@ -9,6 +9,7 @@ import msgspec
 from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.errors import DeploymentUnavailableError
 from serve_common.errors import BadField, LimitReached, NotFound, PermanentError, RequestFailed
+from serve_common.runtime.request_context import is_program_replica
 
 
 class NoSuchMethod(BadField, AttributeError):
@@ -92,6 +93,10 @@ def check_options(options: HandleOptions) -> HandleOptions:
     return options
 
 
+PROGRAM_GRACE_S: Final = 1.0
+"""Seconds that calls of a program's replica have beyond the deadline of the request that they are made for."""
+
+
 def compute_deadline(
     options: HandleOptions, request_deadline: float | None, now: float, unix_now: float
 ) -> float:
@@ -105,4 +110,7 @@ def compute_deadline(
     if options.absolute_slo_ms is not None:
         left_s = min(left_s, options.absolute_slo_ms / 1000 - unix_now)
     deadline = now + left_s
-    return deadline if request_deadline is None else min(deadline, request_deadline)
+    if request_deadline is None:
+        return deadline
+    # As in Ray Serve, code of a program is cancelled at its deadline, and not told so by its calls a moment before.
+    return min(deadline, request_deadline + (PROGRAM_GRACE_S if is_program_replica() else 0.0))

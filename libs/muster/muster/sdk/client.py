@@ -22,7 +22,7 @@ from muster.cli.session import StackChoice, find_stack
 from muster.client.admin import Stack, connect_stack
 from muster.client.contexts import LOCAL
 from muster.client.requests import StackAddress
-from muster.config import HTTPOptions
+from muster.config import HTTPOptions, ProxyLocation
 from muster.handles import disconnect
 from muster.library_logs import use_library_logs
 from muster.schema import LoggingConfig
@@ -86,12 +86,14 @@ class _Embedded:
             ) from error
         self._directory = Path(tempfile.mkdtemp(prefix="muster-"))
         own = StackOptions(
+            has_proxy=http.location is not ProxyLocation.Disabled,
             http_host=http.host or "127.0.0.1",
             http_port=http.port,
             http_cert_file=http.ssl_certfile or "",
             http_key_file=http.ssl_keyfile or "",
             http_key_password=http.ssl_keyfile_password or "",
         )
+        self._has_proxy = own.has_proxy
         options = share_ray(own)
         self._ray_address = options.ray_address
         self._stack = EmbeddedStack(self._directory, options)
@@ -117,9 +119,10 @@ class _Embedded:
             from muster.embedded.options import announce_in_ray  # noqa: PLC0415 - as above
 
             announce_in_ray(str(self._directory))
+        where = f"at {self._stack.record.http_url}" if self._has_proxy else "without HTTP"
         sys.stderr.write(
-            f"Muster runs within this process, at {self._stack.record.http_url}; it ends with it. For the command "
-            f"line: MUSTER_STATE_DIR={self._directory}\n"
+            f"Muster runs within this process, {where}; it ends with it. For the command line: "
+            f"MUSTER_STATE_DIR={self._directory}\n"
         )
 
     async def stop(self) -> None:

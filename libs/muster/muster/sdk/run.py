@@ -301,8 +301,7 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
     for name in kwargs:
         if name != "detached":
             raise TypeError(f"start() got an unexpected keyword argument {name!r}")
-    normalize_location(proxy_location)
-    http = HTTPOptions(**http_options) if isinstance(http_options, dict) else http_options
+    http = _located(http_options, normalize_location(proxy_location))
     if isinstance(grpc_options, dict):
         gRPCOptions(**grpc_options)
     if isinstance(logging_config, dict):
@@ -326,6 +325,16 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
         client.logging_config = logging_config
     if not client.is_embedded and http is not None and http.model_fields_set & _OF_PROXIES:
         _log.warning("The stack runs already: host, port and TLS of http_options are those of its proxies.")
+
+
+def _located(
+    options: dict[str, Any] | HTTPOptions | None, location: ProxyLocation | None
+) -> HTTPOptions | None:
+    """The options as an object; without HTTP where ``location`` says so."""
+    http = HTTPOptions(**options) if isinstance(options, dict) else options
+    if location is ProxyLocation.Disabled:
+        http = (http or HTTPOptions()).model_copy(update={"location": location})
+    return http
 
 
 _OF_PROXIES: Final = frozenset({"host", "port", "ssl_keyfile", "ssl_certfile", "ssl_keyfile_password"})

@@ -129,6 +129,11 @@ def current_replica() -> CurrentReplica | None:
     return _current
 
 
+def is_program_replica() -> bool:
+    """Whether this process is a replica whose code came with a program in Ray Serve's form."""
+    return _current is not None and _current.is_program
+
+
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Context of one request, propagated through all replicas that work on it."""
 
