@@ -602,6 +602,25 @@ ray.shutdown()  # of the replicas too
 counter = Counter.remote()
 handle = serve.run(Again.bind(counter), name="again", route_prefix="/again")
 print("again", handle.add.remote(4).result())
+
+
+@ray.remote
+def in_a_task(handle, n):
+    return handle.add.remote(n).result() + serve.get_app_handle("again").add.remote(n).result()
+
+
+@serve.deployment
+class Refs:
+    def __init__(self, refs):
+        self.value = ray.get(refs[0])
+
+    def __call__(self, nested):
+        return self.value + ray.get(nested["ref"])
+
+
+print("in a task", ray.get(in_a_task.remote(handle, 1)))
+refs = serve.run(Refs.bind([ray.put(1)]), name="refs", route_prefix="/refs")
+print("references", refs.remote({"ref": ray.put(2)}).result())
 """
 
 
@@ -616,7 +635,12 @@ def test_a_program_and_its_replicas_share_a_ray_also_after_it_was_shut_down(tmp_
         + AND_AGAIN,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [*programs_of.recorded()["ray_actors"], "again 4"]
+    assert done.stdout.splitlines() == [
+        *programs_of.recorded()["ray_actors"],
+        "again 4",
+        "in a task 11",
+        "references 3",
+    ]
 
 
 @pytest.mark.asyncio(loop_scope="module")

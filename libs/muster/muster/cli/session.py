@@ -240,10 +240,10 @@ def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord
     )
     places = [place for base in bases for place in (base, base / RUN_STATE_DIR.name)]
     found = next(filter(None, map(running_stack, places)), None)
-    if (
-        found is None and not named and "ray" in sys.modules
-    ):  # a task or actor of a program with a stack within it
-        from muster.embedded.options import find_in_ray  # noqa: PLC0415 - few processes need it
+    if found is None and "ray" in sys.modules:
+        # Only here, as few processes need it: in tasks and actors of a program with a stack within it. Their
+        # environment may name a former one.
+        from muster.embedded.options import find_in_ray  # noqa: PLC0415 - as above
 
         announced = find_in_ray()
         found = None if announced is None else running_stack(Path(announced))

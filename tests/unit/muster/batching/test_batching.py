@@ -18,6 +18,7 @@ from muster.batching import batches as batcher
 from muster.batching.batches import Batcher
 from muster.batching.calls import BUFFERED_STEPS_MAX
 from serve_common.errors import DeadlineExceeded
+from serve_common.runtime import request_context as request_context_module
 from serve_common.runtime.request_context import RequestContext, request_context
 from tests.support.waiting import eventually
 
@@ -77,6 +78,15 @@ async def test_an_exception_among_the_results_fails_its_own_caller_only() -> Non
     assert isinstance(results[1], ValueError)
     assert str(results[1]) == "odd 3"
     assert results[2] == 8
+
+
+async def test_in_a_program_of_ray_serves_form_an_exception_among_the_results_is_a_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_context_module, "_current", SimpleNamespace(is_program=True))
+    results = await asyncio.gather(*map(Model().double, (2, 3)))
+    assert results[0] == 4
+    assert isinstance(results[1], ValueError)
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), OSError(2, "gone")])

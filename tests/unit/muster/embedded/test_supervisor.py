@@ -581,3 +581,8 @@ def test_a_command_that_fails_for_a_while_names_the_full_disk(
     told = capsys.readouterr().err
     assert "Postgres does not answer" in told
     assert f"the disk of {disk.root} is full" in told
+
+
+def test_without_a_proxy_nothing_listens_for_http(tmp_path: Path) -> None:
+    names = [spec.name for spec in specs(tmp_path, StackOptions(has_proxy=False)).all({})]
+    assert names == ["controller", "replica-host"]

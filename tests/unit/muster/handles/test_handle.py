@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from muster.handles import (
 from muster.handles import calls as items_module
 from muster.handles import handle as handle_module
 from muster.handles.calls import ItemReader
-from muster.handles.options import CallNotAllowed
+from muster.handles.options import PROGRAM_GRACE_S, CallNotAllowed, HandleOptions, compute_deadline
 from muster.handles.runtime import find_bus, find_bus_outside_replica
 from muster.handles.wakeups import Wakers, make_waiter, wait_in_thread
 from muster.secrets import generate
@@ -53,6 +54,7 @@ from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.frames import RefusedHead, RequestKind
 from serve_common.protocol.snapshots import BackendProtection
 from serve_common.routing.queues import Refusal
+from serve_common.runtime import request_context as request_context_module
 from serve_common.runtime.request_context import (
     CurrentReplica,
     RequestContext,
@@ -141,6 +143,14 @@ async def test_options_reach_the_request_and_what_is_not_given_stays(world: Worl
 async def test_the_earliest_deadline_counts(world: World, options: dict[str, Any], left_s: float) -> None:
     _ = call(world.handle().options(**options))
     assert (await world.sent()).head.timeout_s == pytest.approx(left_s, abs=50)
+
+
+def test_calls_of_a_program_outlast_their_request_by_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = HandleOptions()
+    assert compute_deadline(options, 5.0, 1.0, 0.0) == 5.0
+    monkeypatch.setattr(request_context_module, "_current", SimpleNamespace(is_program=True))
+    assert compute_deadline(options, 5.0, 1.0, 0.0) == 5.0 + PROGRAM_GRACE_S
+    assert compute_deadline(HandleOptions(timeout_s=1.0), 5.0, 1.0, 0.0) == 2.0
 
 
 async def test_an_absolute_deadline_is_of_the_calendar(world: World) -> None:
