@@ -15,20 +15,17 @@ from serve_common.dispatch.sockets import ReplicaSocket
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.frames import (
-    CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
     CallHead,
+    CreditHead,
     Headers,
     RequestKind,
-    split_body,
 )
+from serve_common.protocol.streams import IncomingStream, OutgoingStream, WholeBody
 from serve_common.routing.queues import Dispatch, Refusal, RequestKey
 from serve_common.routing.router import Router
 from serve_common.telemetry.request_traces import RequestObserver
-
-UNREAD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
-"""Limit of unread frames: a replica that does not count its head's frame is one ahead; more violates the window."""
 
 
 @final
@@ -41,43 +38,31 @@ class ResponseBody:
 
     __slots__ = (
         "_failure",
+        "_grant_credit",
         "_is_taken",
         "_is_whole",
-        "_on_taken",
         "_pieces",
         "_reader",
-        "_taken",
-        "next_sequence",
+        "incoming",
     )
 
-    def __init__(self, first: memoryview, on_taken: Callable[[int], None]) -> None:
-        """``on_taken`` gets, while more is to come, how many more pieces the reader has finished."""
+    def __init__(self, first: memoryview, grant_credit: Callable[[CreditHead], None]) -> None:
+        """``grant_credit`` sends a credit to the replica, while more is to come."""
+        self.incoming: Final = IncomingStream(WINDOW_FRAMES)
         self._pieces: deque[memoryview] = deque((first,))
-        self._on_taken: Callable[[int], None] | None = on_taken
-        self._taken = 0
-        """Finished pieces that were not reported to `on_taken` yet."""
+        self._grant_credit: Callable[[CreditHead], None] | None = grant_credit
         self._is_taken = False
         self._is_whole = False
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
-        self.next_sequence = 1
-        """Sequence number of the piece that must come next."""
-
-    @property
-    def unread_frames(self) -> int:
-        """Number of pieces that wait to be read."""
-        return len(self._pieces)
 
     async def read(self) -> memoryview | None:
         """The next piece, possibly empty; None at the end. The previous piece then counts as finished.
 
         Raises the exception passed to `fail`, after the pieces that came before it.
         """
-        if self._is_taken and self._on_taken is not None:
-            self._taken += 1
-            if self._taken >= CREDIT_FRAMES:
-                taken, self._taken = self._taken, 0
-                self._on_taken(taken)
+        if self._is_taken and self._grant_credit is not None and self.incoming.process(1):
+            self._grant_credit(self.incoming.credit())
         self._is_taken = False
         while not self._pieces:
             if self._failure is not None:
@@ -93,21 +78,19 @@ class ResponseBody:
         return self._pieces.popleft()
 
     def add(self, piece: memoryview, *, last: bool) -> None:
-        """Append a piece; nothing may be added after ``last``."""
-        self.next_sequence += 1
+        """Append the next piece; nothing may be added after ``last``."""
         self._pieces.append(piece)
         if last:
             self._is_whole = True
-            self._on_taken = (
-                None  # it leads back to the call: the pieces would wait for the garbage collector
-            )
+            # It leads back to the call: the pieces would wait for the garbage collector.
+            self._grant_credit = None
         self._wake()
 
     def fail(self, failure: Exception) -> None:
         """End the body with an error; does nothing when it is complete or has failed."""
         if not self._is_whole and self._failure is None:
             self._failure = failure
-            self._on_taken = None
+            self._grant_credit = None
             self._wake()
 
     def _wake(self) -> None:
@@ -170,17 +153,16 @@ class Attempt:
     """One sending of a request to one replica."""
 
     __slots__ = (
-        "credit",
         "has_probed",
+        "is_head_missing",
         "last_seen_at",
-        "pieces",
+        "outgoing",
         "probed_at",
+        "probed_sent",
         "replica",
         "reply",
         "sent_at",
-        "sent_pieces",
         "subject",
-        "taken_pieces",
         "token",
         "undelivered",
         "upload",
@@ -189,41 +171,36 @@ class Attempt:
     def __init__(
         self, replica: ReplicaTag, subject: bytes, token: bytes, reply: bytes, spec: RequestSpec
     ) -> None:
-        body = spec.body
         self.replica = replica
         self.subject = subject
         self.token = token
         self.reply = reply
-        self.pieces: Sequence[memoryview | bytes] = (
-            (body,) if len(body) <= FRAME_BODY_BYTES_MAX else split_body(body)
-        )
         self.upload = spec.upload
-        """Replaces ``pieces`` when it is set."""
-        self.sent_pieces = 0
-        self.taken_pieces = 0
-        """Pieces for which the replica has given credit."""
+        self.outgoing: OutgoingStream | None = None
+        """The body; None when it is sent with the head."""
+        if spec.upload is not None:
+            self.outgoing = OutgoingStream(spec.upload, WINDOW_FRAMES)
+        elif len(spec.body) > FRAME_BODY_BYTES_MAX:
+            self.outgoing = OutgoingStream(WholeBody(spec.body), WINDOW_FRAMES)
         self.undelivered = 0
         """Frames of the request that had no subscriber."""
-        self.credit = WINDOW_FRAMES
         self.sent_at = 0.0
         self.last_seen_at = 0.0
         """When the replica's last message came; initially, when the request was sent."""
         self.probed_at = 0.0
+        self.probed_sent = 0
+        """Frames that were sent before the last probe, so that its answer says whether they have arrived."""
+        self.is_head_missing = False
+        """True when a part of the response has arrived before its head; a probe then asks for it."""
         self.has_probed = False
         """True when frames other than body pieces were sent, or a piece was taken: "no responders" no longer means that
         the request never arrived."""
 
     @property
-    def is_body_sent(self) -> bool:
-        """True when the replica may have all it needs to start."""
-        if self.upload is not None:
-            return self.upload.is_last(self.sent_pieces - 1)
-        return self.sent_pieces == len(self.pieces)
-
-    @property
     def has_arrived(self) -> bool:
         """False when all frames sent so far were undeliverable: then nothing was started."""
-        return self.has_probed or self.undelivered < self.sent_pieces
+        sent_frames = 1 if self.outgoing is None else self.outgoing.sent
+        return self.has_probed or self.undelivered < sent_frames
 
 
 @final
@@ -238,7 +215,6 @@ class Call:
         "_on_no_responders",
         "_on_reply",
         "attempt",
-        "credit_owed",
         "is_suspect",
         "key",
         "lost_attempts",
@@ -280,7 +256,6 @@ class Call:
         """The current attempt; None while it waits."""
         self.response_reader: ResponseBody | ReplicaSocket | None = None
         """Set once the client may have received a part of the response."""
-        self.credit_owed = 0
         self.lost_attempts = 0
         """How often a replica got it and lost it."""
         self.lost_with: tuple[ReplicaTag, ...] = ()
@@ -291,20 +266,6 @@ class Call:
         self.was_admitted = False
         self._on_reply = on_reply
         self._on_no_responders = on_no_responders
-
-    @property
-    def can_restart(self) -> bool:
-        """True when a second start does no harm, and the whole request is still in memory.
-
-        Only HTTP bodies are processed before they are complete.
-        """
-        spec = self.spec
-        return (
-            self.is_whole
-            and spec.replica is None
-            and (spec.is_repeatable or spec.kind is not RequestKind.HTTP)
-            and self.response_reader is None
-        )
 
     @property
     def is_whole(self) -> bool:
@@ -358,10 +319,6 @@ class CallRegistry(Protocol):
 
     def request_unknown(self, call: Call) -> None:
         """The replica does not know the request (any more)."""
-        ...
-
-    def send_interrupted(self, call: Call) -> None:
-        """The bus disconnected before the request was completely sent."""
         ...
 
     def end_with(self, call: Call, error: ServeError) -> None:

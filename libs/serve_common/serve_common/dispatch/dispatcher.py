@@ -286,10 +286,6 @@ class Dispatcher:
         """Handle a call that the replica does not know: its response was lost, or the process is another one."""
         self._lost_requests.request_unknown(call)
 
-    def send_interrupted(self, call: Call) -> None:
-        """Handle a call whose body was being sent when the bus disconnected."""
-        self._pending_reconnect.send_interrupted(call)
-
     # -- choosing and sending --
 
     def submit(self, call: Call) -> None:

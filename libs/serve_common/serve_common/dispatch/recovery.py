@@ -37,7 +37,8 @@ class LostRequests:
         now = self._loop.time()
         is_dead = self.failure_detector.no_responders(attempt.replica, now)
         attempt.undelivered += 1
-        attempt.credit = 0
+        if attempt.outgoing is not None:
+            attempt.outgoing.pause()
         if attempt.has_arrived or call.response_reader is not None:
             router.quarantine(attempt.replica, now)
         else:
@@ -125,8 +126,6 @@ class LostRequests:
 PENDING_RECONNECT_MAX: Final = 10_000
 """Limit of requests that wait for the bus to reconnect."""
 
-_CUT_OFF: Final = "NATS went away while the body was sent; the request may have run"
-
 
 @final
 class PendingReconnect:
@@ -164,38 +163,16 @@ class PendingReconnect:
         call.reconnect_deadline = self._loop.time() + self._bus_wait_s
         self.pending[call.key] = call
 
-    def send_interrupted(self, call: Call) -> None:
-        """The bus disconnected before the request was completely sent."""
-        if call.can_restart:
-            if self._registry.leave_router(call):
-                self.wait_for_bus(call)
-        else:
-            self._registry.end_with(call, ReplicaDied(_CUT_OFF))
-
     def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
         self._failure_detector.reconnected(self._loop.time())
         active = self._registry.calls
         for call in list(active.values()):
             if call.attempt is not None and call.key in active:
-                self._recover(call)
+                self._outgoing.probe(call)
         pending = list(self.pending.values())
         self.pending.clear()
         for call in pending:
             call.reconnect_deadline = 0.0
             if call.key in active:
                 self._registry.submit(call)
-
-    def _recover(self, call: Call) -> None:
-        """Recover ``call``, which was in flight when the bus disconnected."""
-        attempt = call.attempt
-        assert attempt is not None
-        if attempt.is_body_sent or call.response_reader is not None:
-            self._outgoing.probe(call)
-            self._outgoing.grant_credit(call, 0)
-        elif call.can_restart:  # pieces may be lost
-            self._outgoing.cancel(call)
-            if self._registry.leave_router(call):
-                self._registry.submit(call)
-        else:
-            self._registry.fail(call, ReplicaDied(_CUT_OFF))

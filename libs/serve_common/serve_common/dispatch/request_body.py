@@ -12,7 +12,13 @@ from collections.abc import Callable
 from typing import Final, final
 
 from serve_common.errors import ServeError
-from serve_common.protocol.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
+from serve_common.protocol.frames import (
+    CREDIT_FRAMES,
+    FRAME_BODY_BYTES_MAX,
+    UNKNOWN_BYTES,
+    WINDOW_FRAMES,
+    BodyHead,
+)
 
 RETAINED_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
 """Bytes retained from the start of one body, so that it can be sent again; a replica must give credit for more."""
@@ -230,8 +236,18 @@ class RequestBody:
         """The body's size for a request head that is sent now."""
         return self._received_bytes if self._is_ended else self.body_bytes
 
+    @property
+    def first(self) -> int:
+        """Number of the first piece that is held."""
+        return self._first
+
+    def frame(self, at: int, *, may_cut: bool) -> tuple[BodyHead, bytes | memoryview] | None:
+        """As of `serve_common.protocol.streams.FrameSource`."""
+        piece = self.piece(at) if may_cut else None
+        return None if piece is None else (BodyHead(at, self.is_last(at)), piece)
+
     def piece(self, at: int) -> bytes | memoryview | None:
-        """Piece number ``at``, which is the next one to send; None when it has not arrived yet."""
+        """Piece number ``at``, which is held or the next one; None when it has not arrived yet."""
         if at - self._first < len(self._pieces):
             return self._pieces[at - self._first]
         if self._last_at is not None or not (self._unsplit or self._is_ended):

@@ -14,12 +14,11 @@ from typing import Final, final
 import msgspec
 
 from serve_common.dispatch.errors import ResponseUnusable
-from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, Head, MessageHead, split_body
+from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, CreditHead, Head, MessageHead
+from serve_common.protocol.streams import HeldBytes, IncomingStream, MessageQueue, OutgoingStream
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Largest message, in either direction."""
-UNREAD_MESSAGES_MAX: Final = WINDOW_MESSAGES + 1
-"""Limit of unread frames; a replica that sends more violates the window."""
 
 
 class SocketMessage(msgspec.Struct, frozen=True, gc=False):
@@ -42,39 +41,37 @@ class ReplicaSocket:
 
     __slots__ = (
         "_closed",
-        "_credit",
-        "_credit_owed",
         "_failure",
         "_frames",
         "_grant_credit",
+        "_messages",
         "_on_end",
         "_receiver",
         "_send_frame",
         "_sender",
-        "_sequence",
-        "next_sequence",
+        "incoming",
+        "outgoing",
     )
 
     def __init__(
         self,
         send_frame: Callable[[Head, bytes | memoryview], None],
-        grant_credit: Callable[[int], None],
+        grant_credit: Callable[[CreditHead], None],
         on_end: Callable[[], None],
+        held: HeldBytes,
     ) -> None:
         """``send_frame`` sends a frame to the replica, and raises a `ServeError` when the bus does not take it.
 
-        ``grant_credit`` allows the replica so many more frames. ``on_end`` is called when the client has closed the
-        socket; nothing more is sent in either direction.
+        ``grant_credit`` sends a credit to the replica. ``on_end`` is called when the client has closed the socket;
+        nothing more is sent in either direction. ``held`` is what the sockets of this process hold together.
         """
-        self.next_sequence = 1
-        """Sequence number of the frame that must come next."""
+        self.incoming: Final = IncomingStream(WINDOW_MESSAGES, first=1)
+        self._messages: Final = MessageQueue(held)
+        self.outgoing: Final = OutgoingStream(self._messages, WINDOW_MESSAGES, first=1)
         self._send_frame = send_frame
         self._grant_credit = grant_credit
         self._on_end = on_end
         self._frames: deque[tuple[MessageHead, memoryview]] = deque()
-        self._credit_owed = 0
-        self._credit = WINDOW_MESSAGES
-        self._sequence = 0
         self._closed: SocketClosed | None = None
         self._failure: Exception | None = None
         self._receiver: asyncio.Future[None] | None = None
@@ -114,27 +111,23 @@ class ReplicaSocket:
 
         Raises a `ServeError` when the bus does not take it; the socket has then ended.
         """
-        pieces = split_body(data)
-        for piece in pieces:
-            while self._credit <= 0 and not self._is_ended:
-                self._sender = asyncio.get_running_loop().create_future()
-                try:
-                    await self._sender
-                finally:
-                    self._sender = None
-            if self._is_ended:
-                return False
-            self._credit -= 1
-            self._sequence += 1
-            self._send_frame(MessageHead(self._sequence, is_text, piece is pieces[-1]), piece)
-        return True
+        if self._is_ended:
+            return False
+        end = self._messages.add(data, is_text=is_text)
+        self._pump()
+        while not self._is_ended and self.outgoing.sent < end:
+            self._sender = asyncio.get_running_loop().create_future()
+            try:
+                await self._sender
+            finally:
+                self._sender = None
+        return self.outgoing.sent >= end
 
     def close(self, code: int, reason: str) -> None:
         """Notify the replica that the client has closed; does nothing when the socket has ended."""
         if not self._is_ended:
-            self._closed = SocketClosed(code, reason)
-            self._wake()
-            self._send_frame(CloseHead(code, reason), b"")
+            self._end(closed=SocketClosed(code, reason))
+            self._send_frame(CloseHead(code, reason, self.outgoing.sent), b"")
             self._on_end()
 
     @property
@@ -142,40 +135,44 @@ class ReplicaSocket:
         return self._closed is not None or self._failure is not None
 
     def _took_one(self) -> None:
-        self._credit_owed += 1
-        if self._credit_owed * 2 >= WINDOW_MESSAGES and not self._is_ended:
-            owed, self._credit_owed = self._credit_owed, 0
-            self._grant_credit(owed)
+        if self.incoming.process(1) and not self._is_ended:
+            self._grant_credit(self.incoming.credit())
+
+    def _pump(self) -> None:
+        """Send what the credit allows."""
+        while not self._is_ended and (frame := self.outgoing.next_frame()) is not None:
+            self._send_frame(*frame)
+
+    def release(self) -> None:
+        """The call has ended: nothing is sent again."""
+        self._messages.close()
+
+    def _end(self, *, closed: SocketClosed | None = None, failure: Exception | None = None) -> None:
+        self._closed, self._failure = closed, failure
+        self._wake()
 
     # -- for the bus' side --
 
-    @property
-    def unread_frames(self) -> int:
-        """Number of frames that wait to be received."""
-        return len(self._frames)
-
     def add(self, head: MessageHead, piece: memoryview) -> None:
-        """Append a frame, in sequence."""
-        self.next_sequence += 1
+        """Append the next frame."""
         self._frames.append((head, piece))
         self._wake()
 
-    def allow(self, frames: int) -> None:
-        """The replica accepts ``frames`` more frames."""
-        self._credit = min(self._credit + max(frames, 0), WINDOW_MESSAGES)
+    def allow(self, frames: int, limit: int) -> None:
+        """The replica accepts more frames, as `OutgoingStream.allow` has it; or `OutgoingStream.resume` was called."""
+        self.outgoing.allow(frames, limit)
+        self._pump()
         self._wake()
 
     def closed(self, code: int, reason: str) -> None:
         """The replica has closed."""
         if not self._is_ended:
-            self._closed = SocketClosed(code, reason)
-            self._wake()
+            self._end(closed=SocketClosed(code, reason))
 
     def fail(self, failure: Exception) -> None:
         """End the socket with an error."""
         if not self._is_ended:
-            self._failure = failure
-            self._wake()
+            self._end(failure=failure)
 
     def _wake(self) -> None:
         for waiter in (self._receiver, self._sender):

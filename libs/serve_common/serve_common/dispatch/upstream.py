@@ -15,7 +15,6 @@ import structlog
 
 from serve_common.dispatch.admission import FailureDetector
 from serve_common.dispatch.calls import (
-    UNREAD_FRAMES_MAX,
     Attempt,
     Call,
     CallRegistry,
@@ -25,7 +24,7 @@ from serve_common.dispatch.calls import (
     ResponseBody,
 )
 from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
-from serve_common.dispatch.sockets import UNREAD_MESSAGES_MAX, ReplicaSocket
+from serve_common.dispatch.sockets import ReplicaSocket
 from serve_common.errors import DeadlineExceeded, ReplicaDied
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
@@ -49,6 +48,7 @@ from serve_common.protocol.frames import (
     encode_frame,
 )
 from serve_common.protocol.reports import Wake
+from serve_common.protocol.streams import HeldBytes, IncomingStream, SequenceCheck
 from serve_common.protocol.subjects import Subjects
 from serve_common.routing.queues import Refusal
 from serve_common.telemetry.log_lines import RateLimitedLogger
@@ -57,8 +57,6 @@ _log = structlog.get_logger(__name__)
 
 ACCEPTED: Final = 101
 """The status by which a replica accepts a WebSocket."""
-_CREDIT_MAX: Final = 1_000
-"""Largest credit accepted, in frames; more than any replica can mean."""
 _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 _SUBJECTS_CACHED_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
@@ -74,8 +72,8 @@ class Outgoing:
         self._subjects = subjects
         self._loop = asyncio.get_running_loop()
         self._subject_cache: dict[ReplicaTag, bytes] = {}
-        self._credits = 0
-        """Credit frames sent so far."""
+        self.held: Final = HeldBytes()
+        """What the sockets' messages hold."""
 
     @property
     def is_connected(self) -> bool:
@@ -104,7 +102,8 @@ class Outgoing:
         if spec.trace is not None:
             traceparent = spec.trace.attempt_started(replica, may_queue=call.may_queue)
         upload = spec.upload
-        first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
+        outgoing = attempt.outgoing
+        first = spec.body if outgoing is None else outgoing.opening()
         head = RequestHead(
             spec.kind,
             spec.method,
@@ -123,27 +122,14 @@ class Outgoing:
             call.may_queue,
         )
         self._bus.publish(attempt.subject, encode_frame(head, first), reply)
-        attempt.sent_pieces = 1
-        attempt.credit -= 1
-        if not attempt.is_body_sent:
+        if outgoing is not None:
             self.send_pieces(attempt)
 
     def send_pieces(self, attempt: Attempt) -> None:
         """Send as much of the body as the credit allows; raises as `DataPlaneBus.publish`."""
-        upload = attempt.upload
-        while attempt.credit > 0 and not attempt.is_body_sent:
-            at = attempt.sent_pieces
-            if upload is None:
-                piece: bytes | memoryview | None = attempt.pieces[at]
-                last = at + 1 == len(attempt.pieces)
-            else:
-                piece = upload.piece(at)
-                if piece is None:
-                    return
-                last = upload.is_last(at)
-            self._bus.publish(attempt.subject, encode_frame(BodyHead(at, last), piece or b""), attempt.reply)
-            attempt.sent_pieces += 1
-            attempt.credit -= 1
+        outgoing = attempt.outgoing
+        while outgoing is not None and (frame := outgoing.next_frame()) is not None:
+            self._bus.publish(attempt.subject, encode_frame(*frame), attempt.reply)
 
     def send_frame(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the call's replica; raises as `DataPlaneBus.publish`. Does nothing without an attempt."""
@@ -151,24 +137,22 @@ class Outgoing:
         if attempt is not None:
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
-    def grant_credit(self, call: Call, frames: int) -> None:
-        """Allow the replica ``frames`` more frames; credit that the bus does not take is sent with the next one."""
-        call.credit_owed += frames
-        attempt = call.attempt
-        if attempt is None or not call.credit_owed:
-            return
-        self._credits += 1
-        if self._try_publish(attempt, CreditHead(call.credit_owed, self._credits)):
-            attempt.has_probed = True
-            call.credit_owed = 0
+    def grant_credit(self, call: Call, credit: CreditHead) -> None:
+        """Allow the replica more frames; a credit that is lost is part of the next probe."""
+        if call.attempt is not None and self._try_publish(call.attempt, credit):
+            call.attempt.has_probed = True
 
     def probe(self, call: Call) -> None:
-        """Probe whether the call's replica still knows it."""
+        """Probe whether the call's replica still knows it, and tell it what has arrived of the response."""
         attempt = call.attempt
-        if attempt is not None:
-            now = attempt.probed_at = self._loop.time()
-            attempt.has_probed = True
-            self._try_publish(attempt, ProbeHead(now - attempt.sent_at))
+        if attempt is None:
+            return
+        now = attempt.probed_at = self._loop.time()
+        attempt.has_probed = True
+        incoming = None if call.response_reader is None else call.response_reader.incoming
+        received, limit = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
+        attempt.probed_sent = _sent_frames(call)
+        self._try_publish(attempt, ProbeHead(now - attempt.sent_at, received, limit))
 
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""
@@ -190,6 +174,8 @@ class Outgoing:
             self._replies.forget(call.attempt.token)
             if call.attempt.upload is not None:
                 call.attempt.upload.restart()
+            if isinstance(call.response_reader, ReplicaSocket):
+                call.response_reader.release()
             call.attempt = None
             if call.spec.trace is not None:
                 call.spec.trace.attempt_ended(call.status)
@@ -209,6 +195,13 @@ class Outgoing:
                 self._subject_cache.clear()
             subject = self._subject_cache[replica] = self._subjects.replica(replica).encode()
         return subject
+
+
+def _sent_frames(call: Call) -> int:
+    """Number of the next frame to the call's replica."""
+    if isinstance(call.response_reader, ReplicaSocket):
+        return call.response_reader.outgoing.sent
+    return 0 if call.attempt is None or call.attempt.outgoing is None else call.attempt.outgoing.sent
 
 
 def _is_accepted(head: ResponseHead, call: Call) -> bool:
@@ -258,14 +251,15 @@ class ResponseReader:
                 self._open_stream(call, status, headers, body)
             case BodyHead(sequence, last):
                 self._take_piece(call, sequence, body, last=last)
-            case CreditHead(frames):
-                self._take_credit(call, attempt, frames)
+            case CreditHead(frames, _, limit):
+                self._take_credit(call, attempt, frames, limit)
             case RefusedHead(reason):
                 self._take_refusal(call, reason)
             case ErrorHead(error_code, status, message):
                 self._registry.end_with(call, ReplicaError(error_code, status, message, bytes(body)))
-            case AliveHead():
+            case AliveHead(received, limit, has_gap):
                 self._prove_alive(call)
+                self._take_progress(call, attempt, received, limit, has_gap=has_gap)
             case _:
                 self._log_bad_frame("frame_unexpected", attempt, type(head).__name__)
 
@@ -276,8 +270,7 @@ class ResponseReader:
 
     def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
         if call.response_reader is not None:
-            self._registry.fail(call, ResponseUnusable("the replica began its answer twice"))
-            return
+            return  # sent again, because it was thought to be lost
         call.status = status
         self._prove_alive(call)
         if status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET:
@@ -286,6 +279,7 @@ class ResponseReader:
                 partial(self._send_frame, call),
                 partial(self._outgoing.grant_credit, call),
                 partial(self._registry.responded, call),
+                self._outgoing.held,
             )
             if attempt is not None:
                 attempt.has_probed = True
@@ -295,48 +289,82 @@ class ResponseReader:
         call.on_response(call, Response(status, headers, body, call.response_reader))
 
     def _send_frame(self, call: Call, head: Head, body: bytes | memoryview) -> None:
-        """Send a frame of a socket to its replica; a failure also fails the call."""
+        """Send a frame of a socket to its replica; a failure also fails the call, but for one that passes."""
         try:
             self._outgoing.send_frame(call, head, body)
-        except (NotConnected, OutboundFull, PayloadTooLarge) as error:
+        except NotConnected:
+            pass  # it is probed after the reconnect, and then goes on
+        except (OutboundFull, PayloadTooLarge) as error:
             self._registry.fail(call, error)
             raise
 
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
         response = call.response_reader
-        if not isinstance(response, ResponseBody) or sequence != response.next_sequence:
-            # The bus lost a frame, as it may when a server stops.
-            self._registry.fail(call, ReplicaDied("a part of the answer was lost"))
-        elif response.unread_frames >= UNREAD_FRAMES_MAX:
-            self._registry.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
-        else:
+        if not isinstance(response, ResponseBody):
+            self._find_gap(call, None)
+        elif self._is_next(call, response.incoming, sequence):
             response.add(piece, last=last)
             if last:
+                self._outgoing.grant_credit(call, response.incoming.acknowledge())
                 self._registry.responded(call)
 
-    def _take_credit(self, call: Call, attempt: Attempt, frames: int) -> None:
-        frames = max(0, min(frames, _CREDIT_MAX))
+    def _is_next(self, call: Call, incoming: IncomingStream, sequence: int) -> bool:
+        """True when a frame is the next one of its direction; else the call learns what that means."""
+        order = incoming.take(sequence)
+        if order is SequenceCheck.LOST:
+            self._find_gap(call, incoming)
+        elif order is SequenceCheck.TOO_MANY:
+            self._registry.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
+        return order is SequenceCheck.NEXT
+
+    def _find_gap(self, call: Call, incoming: IncomingStream | None) -> None:
+        """A frame has arrived and one before it has not, as when a connection is cut: let the replica send it again."""
+        if incoming is not None:
+            is_new = incoming.is_new_gap()
+        else:  # its head was lost
+            attempt = call.attempt
+            is_new = attempt is not None and not attempt.is_head_missing
+            if attempt is not None:
+                attempt.is_head_missing = True
+        if is_new:
+            self._outgoing.probe(call)
+
+    def _take_credit(self, call: Call, attempt: Attempt, frames: int, limit: int) -> None:
         if isinstance(call.response_reader, ReplicaSocket):
-            call.response_reader.allow(frames)
+            call.response_reader.allow(frames, limit)
             return
         attempt.has_probed = True
-        attempt.credit = min(attempt.credit + frames, _CREDIT_MAX)
-        attempt.taken_pieces = min(attempt.taken_pieces + frames, attempt.sent_pieces)
-        if attempt.upload is not None:
-            attempt.upload.release(attempt.taken_pieces)
-        self._send_pieces(call, attempt)
+        if attempt.outgoing is not None:
+            attempt.outgoing.allow(frames, limit)
+            self._send_pieces(call, attempt)
+
+    def _take_progress(
+        self, call: Call, attempt: Attempt, received: int, limit: int, *, has_gap: bool
+    ) -> None:
+        """Send again what the replica lacks: what it had not received when it got a probe, or a later frame."""
+        socket = call.response_reader if isinstance(call.response_reader, ReplicaSocket) else None
+        outgoing = attempt.outgoing if socket is None else socket.outgoing
+        if outgoing is None or not received:
+            return
+        if (has_gap or received < attempt.probed_sent) and not outgoing.resume(received):
+            self._registry.fail(call, ReplicaDied("a part of the request was lost"))
+        elif socket is not None:
+            socket.allow(0, limit)
+        else:
+            outgoing.allow(0, limit)
+            self._send_pieces(call, attempt)
 
     def send_more(self, call: Call) -> None:
         """Send more of the request's body, as far as the credit allows."""
         attempt = call.attempt
-        if attempt is not None and attempt.credit > 0:
+        if attempt is not None:
             self._send_pieces(call, attempt)
 
     def _send_pieces(self, call: Call, attempt: Attempt) -> None:
         try:
             self._outgoing.send_pieces(attempt)
         except NotConnected:
-            self._registry.send_interrupted(call)
+            pass  # it is probed after the reconnect, and then goes on
         except (OutboundFull, PayloadTooLarge) as error:
             self._registry.fail(call, error)
 
@@ -346,15 +374,14 @@ class ResponseReader:
             self._registry.fail(
                 call, ResponseUnusable("the replica speaks as to a socket, which this is not")
             )
-        elif isinstance(head, CloseHead):
+        elif isinstance(head, MessageHead):
+            if self._is_next(call, socket.incoming, head.sequence):
+                socket.add(head, piece)
+        elif head.sequence > socket.incoming.next_sequence:
+            self._find_gap(call, socket.incoming)
+        else:
             socket.closed(head.code, head.reason)
             self._registry.responded(call)
-        elif head.sequence != socket.next_sequence:
-            self._registry.fail(call, ReplicaDied("a part of the messages was lost"))
-        elif socket.unread_frames >= UNREAD_MESSAGES_MAX:
-            self._registry.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
-        else:
-            socket.add(head, piece)
 
     def _take_refusal(self, call: Call, reason: str) -> None:
         refusal = _REFUSALS.get(reason)

@@ -10,6 +10,8 @@ one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_p
 first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
 router may send `CancelHead` at any time, and `ProbeHead` to check whether the replica still knows the request: one that
 works on it sends `AliveHead`, one that has answered it lately sends the response again, others send `RefusedHead`.
+Probes and their answers also say how far each end has come, so that frames that were lost are sent again
+(`serve_common.protocol.streams`).
 
 Kinds of requests (`RequestKind`). ``HTTP``: body and response are HTTP's. ``CALL``: a plain call; the body is JSON or
 bytes. ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the response a pickled value, or,
@@ -112,8 +114,10 @@ class CreditHead(msgspec.Struct, frozen=True, array_like=True, tag="C"):
 
     frames: int
     number: int = 0
-    """Sequence number of this sender's credits, so that no two of them are equal: a bus connection that moves to a
-    newer link drops messages that arrive on both."""
+    """Differs in all credits of a request: a bus connection that moves to a newer link drops messages that arrive on
+    both."""
+    limit: Count = 0
+    """The number before which frames may be sent; 0 is unknown, then ``frames`` more are."""
 
 
 class CancelHead(msgspec.Struct, frozen=True, array_like=True, tag="X"):
@@ -125,10 +129,21 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
 
     age_s: Seconds = 0.0
     """Seconds since it was sent; 0 is unknown."""
+    received: Annotated[int, Meta(ge=-1, le=2**53)] = -1
+    """Frames of the response that have arrived in order: what was sent beyond them is sent again. -1 is unknown."""
+    limit: Count = 0
+    """As of `CreditHead`, for the response; 0 is unknown."""
 
 
 class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """The replica's process works and knows the request, which is still queued or in the user's code."""
+
+    received: Count = 0
+    """Frames of the request that have arrived in order; 0 when nothing more is expected of it."""
+    limit: Count = 0
+    """As of `CreditHead`, for the request; 0 is unknown."""
+    has_gap: bool = False
+    """A later frame of the request has arrived, so what was sent from ``received`` on is sent again."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
@@ -182,6 +197,8 @@ class CloseHead(msgspec.Struct, frozen=True, array_like=True, tag="W"):
 
     code: Annotated[int, Meta(ge=0, le=65_535)]
     reason: str
+    sequence: Count = 0
+    """Number of this frame in its direction; 0 is unknown."""
 
 
 Head = (

@@ -22,6 +22,7 @@ from serve_common.protocol.frames import (
     CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
+    AliveHead,
     BodyHead,
     CancelHead,
     CreditHead,
@@ -269,28 +270,45 @@ async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> N
     await task
 
 
-async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -> None:
-    task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX))
-    old = world.take(RequestHead)[1]
-    world.bus.sent.clear()
+@pytest.mark.parametrize("is_repeatable", [True, False])
+async def test_an_upload_that_a_reconnect_interrupts_goes_on_where_its_replica_says(
+    world: World, *, is_repeatable: bool
+) -> None:
+    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (WINDOW_FRAMES + 2)
+    task = await world.ask(body, repeatable=is_repeatable)
+    _, reply, _, received = world.take(RequestHead)
+    received += world.take(BodyHead)[3]
+    world.bus.sent.clear()  # the others are lost
     world.dispatcher.bus_reconnected()
-    assert world.take(CancelHead)[1] == old
-    new = world.take(RequestHead)[1]
-    world.bus.sent.clear()
-    world.answer(old, CreditHead(5))
-    world.answer(new, CreditHead(5))
-    assert {reply for _, reply, _, _ in world.bus.sent} == {new}
-    world.ok(new)
+    assert world.take(ProbeHead)[1:3] == (reply, ProbeHead(0.0, 0))
+    world.answer(reply, AliveHead(2, WINDOW_FRAMES + 2))
+    sequences = []
+    while world.bus.sent:
+        _, _, head, piece = world.take(BodyHead)
+        sequences.append(head.sequence)
+        received += piece
+    assert sequences == list(range(2, WINDOW_FRAMES + 2))
+    assert received == body
+    world.answer(reply, AliveHead(WINDOW_FRAMES + 2, WINDOW_FRAMES + 2))
+    assert not world.bus.sent
+    world.ok(reply)
     await task
 
 
-async def test_an_upload_that_a_reconnect_interrupts_may_have_begun_and_runs_once_only(world: World) -> None:
-    task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX), repeatable=False)
+async def test_what_was_sent_after_a_probe_is_not_sent_again_for_its_answer(world: World) -> None:
+    task = await world.ask(bytes((WINDOW_FRAMES + 4) * FRAME_BODY_BYTES_MAX))
+    reply = world.take(RequestHead)[1]
     world.bus.sent.clear()
-    world.dispatcher.bus_reconnected()
-    world.take(CancelHead)
-    assert isinstance(await failure(task), ReplicaDied)
-    assert not world.bus.sent
+    world.look(PROBE_AFTER_S)
+    world.take(ProbeHead)
+    world.answer(reply, CreditHead(2, 18, 18))
+    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [16, 17]
+    world.answer(reply, AliveHead(16, 20))
+    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [18, 19]
+    world.answer(reply, AliveHead(18, 20, has_gap=True))
+    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [18, 19]
+    world.ok(reply)
+    await task
 
 
 async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: World) -> None:
@@ -303,10 +321,12 @@ async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: 
     assert not world.bus.sent
     reading = asyncio.get_running_loop().create_task(answer.stream.read())
     await asyncio.sleep(0)
-    assert world.take(CreditHead)[2] == CreditHead(CREDIT_FRAMES, 1)
+    limit = WINDOW_FRAMES + CREDIT_FRAMES
+    assert world.take(CreditHead)[2] == CreditHead(CREDIT_FRAMES, limit, limit)
     world.answer(reply, BodyHead(CREDIT_FRAMES, False), b"1")
     assert await reading == b"1"
     world.answer(reply, BodyHead(CREDIT_FRAMES + 1, True), b"2")
+    assert world.take(CreditHead)[2].limit == WINDOW_FRAMES + CREDIT_FRAMES + 2, "everything has arrived"
     assert world.routes.routers[BACKEND].in_flight == 0  # the replica is done with it
     assert await answer.stream.read() == b"2"
     assert await answer.stream.read() is None
@@ -327,19 +347,58 @@ async def read_all(stream) -> None:
         pass
 
 
-async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
-    for frames, error in (
-        ([BodyHead(2, False)], ReplicaDied),
-        ([BodyHead(i, False) for i in range(1, 2 * WINDOW_FRAMES)], ResponseUnusable),
-        ([ResponseHead(200, [], False, 0)], ResponseUnusable),
-    ):
-        reply, _, answer = await world.stream()
-        for frame in frames:
-            world.answer(reply, frame, b"x")
-        with pytest.raises(error):
-            await read_all(answer.stream)
-        assert world.take(CancelHead)[1] == reply
-        world.bus.sent.clear()
+async def test_an_unasked_piece_ends_the_stream(world: World) -> None:
+    reply, _, answer = await world.stream()
+    for number in range(1, 2 * WINDOW_FRAMES):
+        world.answer(reply, BodyHead(number, False), b"x")
+    with pytest.raises(ResponseUnusable):
+        await read_all(answer.stream)
+    assert world.take(CancelHead)[1] == reply
+    world.bus.sent.clear()
+
+
+async def test_a_lost_piece_is_asked_for_once_and_what_comes_twice_is_dropped(world: World) -> None:
+    reply, _, answer = await world.stream()
+    for number in (2, 3):
+        world.answer(reply, BodyHead(number, False), b"x")
+    assert world.take(ProbeHead)[2] == ProbeHead(0.0, 1, WINDOW_FRAMES)
+    assert not world.bus.sent
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    for number in (1, 2, 1, 2, 3):
+        world.answer(reply, BodyHead(number, number == 3), b"%d" % number)
+    world.take(CreditHead)
+    pieces = [await answer.stream.read() for _ in range(5)]
+    assert pieces == [b"0", b"1", b"2", b"3", None]
+
+
+async def test_a_response_whose_head_was_lost_is_asked_for_as_a_whole(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, BodyHead(1, False), b"1")
+    world.answer(reply, BodyHead(2, True), b"2")
+    assert world.take(ProbeHead)[2].received == 0
+    assert not world.bus.sent
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    world.answer(reply, BodyHead(1, False), b"1")
+    world.answer(reply, BodyHead(2, True), b"2")
+    world.take(CreditHead)
+    _, answer = await task
+    assert [await answer.stream.read() for _ in range(4)] == [b"0", b"1", b"2", None]
+
+
+async def test_credit_that_is_lost_is_part_of_the_next_probe(world: World) -> None:
+    reply, _, answer = await world.stream()
+    for at in range(1, CREDIT_FRAMES + 1):
+        await answer.stream.read()
+        world.answer(reply, BodyHead(at, False), b"x")
+    await answer.stream.read()
+    world.bus.sent.clear()
+    world.look(PROBE_AFTER_S)
+    probe = world.take(ProbeHead)[2]
+    assert (probe.received, probe.limit) == (CREDIT_FRAMES + 1, WINDOW_FRAMES + CREDIT_FRAMES)
+    world.answer(reply, BodyHead(CREDIT_FRAMES + 1, True), b"x")
+    world.take(CreditHead)
+    await read_all(answer.stream)
 
 
 async def test_abandoning_a_stream_cancels_it_at_the_replica(world: World) -> None:
@@ -432,7 +491,7 @@ async def test_a_stream_is_told_once_and_its_end_to_its_reader(world: World) -> 
     (answer,) = told.answers
     assert answer.stream is not None
     assert await answer.stream.read() == b"0"
-    world.answer(reply, BodyHead(2, False), b"lost one")
+    world.answer(reply, RefusedHead("unknown", 0))
     with pytest.raises(ReplicaDied):
         await answer.stream.read()
     assert told.errors == []
@@ -524,13 +583,12 @@ async def test_who_is_given_up_while_its_backend_goes_away_is_not_sent_to_anothe
 
 async def test_who_is_given_up_while_its_slot_is_given_back_is_not_sent_again(world: World) -> None:
     told: list[Told] = []
-    unsent = bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX)
-    told.append(Told(world, body=unsent))  # not sent whole, so it begins anew
+    told.append(Told(world))
     told.append(Told(world, lambda: world.dispatcher.abandon(told[0].call), **UNSENDABLE))
-    world.bus.sent.clear()
-    world.dispatcher.bus_reconnected()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, RefusedHead("never_begun", 0))  # so it is sent again, and its slot is free meanwhile
     assert [type(error) for error in told[1].errors] == [HeadersTooLarge]
-    assert {type(frame[2]) for frame in world.bus.sent} == {CancelHead}
+    assert not world.bus.sent
     world.assert_nothing_is_left()
 
 

@@ -25,6 +25,7 @@ from serve_common.protocol.frames import (
     BodyHead,
     CallHead,
     CancelHead,
+    CreditHead,
     ErrorHead,
     ProbeHead,
     RefusedHead,
@@ -558,6 +559,7 @@ async def test_a_replica_that_answers_500_again_and_again_is_left_out(world: Wor
         world.answer(reply, ResponseHead(500, [], not is_streamed, 0))
         if is_streamed:
             world.answer(reply, BodyHead(1, True))
+            world.take(CreditHead)
         await task
     assert await world.served_by() == "1"
     assert world.routes.routers[BACKEND].ejections == 1

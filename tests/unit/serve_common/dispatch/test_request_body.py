@@ -9,7 +9,7 @@ import pytest
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.dispatch.request_body import FAIR_BYTES, RETAINED_BYTES_MAX, RequestBody, UploadMemory
-from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, UNREAD_MESSAGES_MAX, SocketClosed, SocketMessage
+from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, SocketClosed, SocketMessage
 from serve_common.errors import LimitReached, ReplicaDied
 from serve_common.names import EndpointTag
 from serve_common.nats.options import NotConnected
@@ -19,16 +19,19 @@ from serve_common.protocol.frames import (
     UNKNOWN_BYTES,
     WINDOW_FRAMES,
     WINDOW_MESSAGES,
+    AliveHead,
     BodyHead,
     CancelHead,
     CloseHead,
     CreditHead,
     MessageHead,
+    ProbeHead,
     RefusedHead,
     RequestHead,
     RequestKind,
     ResponseHead,
 )
+from serve_common.protocol.streams import CREDIT_PARTS
 from serve_common.routing.router import Router
 from tests.support.proxy_world import BACKEND, R0, R1, World, emptied, failure
 
@@ -382,26 +385,22 @@ async def test_a_replica_that_has_taken_a_piece_is_not_taken_for_one_that_heard_
     assert isinstance(await failure(task), ReplicaDied)
 
 
-async def test_a_bus_that_goes_away_in_a_body_ends_what_may_have_begun(world: StreamWorld) -> None:
+async def test_a_bus_that_goes_away_in_a_body_only_delays_it(world: StreamWorld) -> None:
     def fail(*_args, **_kwargs):
         raise NotConnected("away")
 
-    for repeatable in (False, True):
-        body = world.upload()
-        task = await world.begin(upload=body, repeatable=repeatable)
-        world.take(RequestHead)
-        publish, world.bus.publish = world.bus.publish, fail
-        body.add(b"1")
-        world.bus.publish = publish
-        assert world.router.in_flight == 0
-        if repeatable:
-            world.dispatcher.bus_reconnected()
-            reply = world.take(RequestHead)[1]
-            assert world.take(BodyHead)[3] == b"1"
-            world.ok(reply)
-            await task
-        else:
-            assert isinstance(await failure(task), ReplicaDied)
+    body = world.upload()
+    task = await world.begin(upload=body, repeatable=False)
+    reply = world.take(RequestHead)[1]
+    publish, world.bus.publish = world.bus.publish, fail
+    body.add(b"1")
+    world.bus.publish = publish
+    world.dispatcher.bus_reconnected()
+    world.take(ProbeHead)
+    world.answer(reply, AliveHead(1, WINDOW_FRAMES))
+    assert world.take(BodyHead)[2:] == (BodyHead(1, False), b"1")
+    world.ok(reply)
+    await task
 
 
 async def test_a_body_that_fails_ends_its_request_and_tells_the_replica(world: StreamWorld) -> None:
@@ -441,13 +440,15 @@ async def test_messages_are_cut_and_put_together_and_credit_comes_in_bundles(wor
     world.answer(reply, MessageHead(1, True, False), b"a")
     world.answer(reply, MessageHead(2, True, True), b"b")
     assert await socket.receive() == SocketMessage(True, b"ab")
-    for n in range(3, WINDOW_MESSAGES // 2 + 1):
+    bundle = WINDOW_MESSAGES // CREDIT_PARTS
+    for n in range(3, bundle + 1):
         assert not world.bus.sent
         world.answer(reply, MessageHead(n, False, True), b"")
         await socket.receive()
-    assert world.take(CreditHead)[2] == CreditHead(WINDOW_MESSAGES // 2, number=1)
+    limit = WINDOW_MESSAGES + bundle + 1
+    assert world.take(CreditHead)[2] == CreditHead(bundle, limit, limit)
     socket.close(1000, "")
-    assert world.take(CloseHead)[2] == CloseHead(1000, "")
+    assert world.take(CloseHead)[2] == CloseHead(1000, "", 3)
     assert world.router.in_flight == 0
     assert await socket.receive() == SocketClosed(1000, "")
     assert not await socket.send(b"late", is_text=True)
@@ -480,17 +481,27 @@ async def receive_all(socket) -> None:
         await socket.receive()
 
 
-@pytest.mark.parametrize("error", [ReplicaDied, ResponseUnusable])
-async def test_a_lost_or_unasked_frame_ends_a_socket(world: StreamWorld, error) -> None:
+async def test_an_unasked_frame_ends_a_socket(world: StreamWorld) -> None:
     socket, reply = await world.socket()
-    if error is ReplicaDied:
-        world.answer(reply, MessageHead(2, False, True), b"")
-    else:
-        for n in range(UNREAD_MESSAGES_MAX + 1):
-            world.answer(reply, MessageHead(n + 1, False, True), b"")
+    for n in range(WINDOW_MESSAGES + 3):
+        world.answer(reply, MessageHead(n + 1, False, True), b"")
     assert world.take(CancelHead)[1] == reply
-    with pytest.raises(error):
+    with pytest.raises(ResponseUnusable):
         await receive_all(socket)
+
+
+async def test_a_lost_message_and_what_comes_before_a_close_are_asked_for(world: StreamWorld) -> None:
+    socket, reply = await world.socket()
+    world.answer(reply, MessageHead(2, True, True), b"b")
+    assert world.take(ProbeHead)[2].received == 1
+    world.answer(reply, MessageHead(1, True, True), b"a")
+    world.answer(reply, CloseHead(1000, "", 3))
+    assert world.take(ProbeHead)[2].received == 2
+    world.answer(reply, MessageHead(2, True, True), b"b")
+    world.answer(reply, MessageHead(2, True, True), b"b")
+    world.answer(reply, CloseHead(1000, "", 3))
+    received = [await socket.receive() for _ in range(3)]
+    assert received == [SocketMessage(True, b"a"), SocketMessage(True, b"b"), SocketClosed(1000, "")]
 
 
 async def test_a_message_without_end_ends_a_socket(world: StreamWorld) -> None:
@@ -505,14 +516,19 @@ async def test_a_message_without_end_ends_a_socket(world: StreamWorld) -> None:
     socket.close(1011, "")
 
 
-async def test_a_bus_that_is_away_ends_a_socket_that_says_something(world: StreamWorld) -> None:
-    socket, _ = await world.socket()
+async def test_messages_that_the_bus_does_not_take_are_sent_when_it_is_back(world: StreamWorld) -> None:
+    socket, reply = await world.socket()
     world.bus.is_connected = False
-    with pytest.raises(NotConnected):
-        await socket.send(b"x", is_text=True)
-    with pytest.raises(NotConnected):
-        await socket.receive()
+    assert await socket.send(b"x", is_text=True)
     world.bus.is_connected = True
+    world.dispatcher.bus_reconnected()
+    assert world.take(ProbeHead)[2] == ProbeHead(0.0, 1, WINDOW_MESSAGES + 1)
+    world.answer(reply, AliveHead(1, WINDOW_MESSAGES + 1))
+    assert world.take(MessageHead)[2:] == (MessageHead(1, True, True), b"x")
+    socket.close(1000, "")
+    world.take(CloseHead)
+    held = world.dispatcher._outgoing.held
+    assert held.held_bytes == 0
 
 
 async def test_a_refusal_of_a_socket_is_an_answer_and_a_101_to_others_is_none(world: StreamWorld) -> None:

@@ -9,7 +9,6 @@ import structlog
 
 from serve_common.errors import DeadlineExceeded, LimitReached, RequestFailed
 from serve_common.protocol.frames import (
-    WINDOW_FRAMES,
     WINDOW_MESSAGES,
     AliveHead,
     BodyHead,
@@ -27,10 +26,11 @@ from serve_common.protocol.frames import (
     ResponseHead,
     decode_frame,
 )
+from serve_common.protocol.streams import IncomingStream, SequenceCheck
 from serve_common.protocol.subjects import is_inbox
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import Occupancy, RequestMetrics
-from serve_replica_host.replica.io.flow import IncomingFrames, OutgoingMessages, SequenceCheck
+from serve_replica_host.replica.io.flow import IncomingBody
 from serve_replica_host.replica.io.request import (
     BodyPiece,
     IoEvent,
@@ -69,14 +69,11 @@ class BodyFrames:
         self._user_queue = user_queue
         self._now = now
         self._streams_bodies = streams_bodies
-        self._credits_sent = 0
-        """Number of credit messages sent."""
         self._bad_frames = RateLimitedLogger(_log.warning)
 
     def start(self, exchange: ReplicaRequest, first: memoryview) -> None:
         """Start a request whose body is incomplete; ``first`` is the part that arrived with its head."""
-        incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
-        incoming.first()
+        incoming = exchange.body_in = IncomingBody(exchange.head.body_bytes)
         if self._streams_bodies and exchange.head.kind is RequestKind.HTTP:
             exchange.is_body_streamed = True
             self._work_on(exchange)
@@ -84,39 +81,41 @@ class BodyFrames:
 
     def take_body(self, exchange: ReplicaRequest, head: BodyHead, body: memoryview) -> None:
         """Process a part of a body."""
-        incoming = exchange.incoming
+        incoming = exchange.body_in
         if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
             return  # it was complete, or is not read any more
-        order = incoming.take(head.sequence)
-        if order is SequenceCheck.NEXT:
+        if self._is_next(exchange, incoming.stream, head.sequence):
             self._add_piece(exchange, incoming, body, last=head.last)
-        elif order is SequenceCheck.LOST:
-            self._refuse(exchange, "a part of the body was lost")
+
+    def _is_next(self, exchange: ReplicaRequest, stream: IncomingStream, sequence: int) -> bool:
+        """True when a frame is the next one of its direction; else the router learns what is missing."""
+        order = stream.take(sequence)
+        if order is SequenceCheck.LOST and stream.is_new_gap():
+            self._frames.send(exchange.reply, AliveHead(stream.next_sequence, stream.limit, has_gap=True))
         elif order is SequenceCheck.TOO_MANY:
-            self._refuse(exchange, "the router sends more of the body than it was allowed to")
+            message = "the router sends more than it was allowed to"
+            self._responses.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
+        return order is SequenceCheck.NEXT
 
     def _add_piece(
-        self, exchange: ReplicaRequest, incoming: IncomingFrames, piece: memoryview, *, last: bool
+        self, exchange: ReplicaRequest, incoming: IncomingBody, piece: memoryview, *, last: bool
     ) -> None:
-        incoming.add(len(piece))
-        is_whole = incoming.is_whole(last=last)
+        is_whole = incoming.add(len(piece), last=last)
         if is_whole is None:
-            expected_bytes = incoming.expected_bytes
-            self._refuse(
-                exchange, f"the body has {incoming.received_bytes} bytes instead of {expected_bytes}"
-            )
+            message = f"the body has {incoming.received_bytes} bytes instead of {incoming.expected_bytes}"
+            self._responses.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
         elif exchange.is_body_streamed:
             if is_whole:
-                exchange.incoming = None
+                exchange.body_in = None
             if piece or is_whole:
                 self._user_queue(BodyPiece(exchange, bytes(piece), is_whole))
             else:
-                self.grant_credit(exchange, incoming, 1)
+                self.grant_credit(exchange, incoming.stream, 1)
         else:
             self._collect(exchange, incoming, piece, is_whole=is_whole)
 
     def _collect(
-        self, exchange: ReplicaRequest, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
+        self, exchange: ReplicaRequest, incoming: IncomingBody, piece: memoryview, *, is_whole: bool
     ) -> None:
         """Collect a part for code that needs the complete body."""
         body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
@@ -126,37 +125,40 @@ class BodyFrames:
             return
         incoming.pieces.append(bytes(piece))
         if is_whole:
-            exchange.incoming = None
+            exchange.body_in = None
             exchange.body = b"".join(incoming.pieces)
             self._work_on(exchange)
         else:
-            self.grant_credit(exchange, incoming, 1)
+            self.grant_credit(exchange, incoming.stream, 1)
 
     def take_message(self, exchange: ReplicaRequest, head: MessageHead, body: memoryview) -> None:
         """Process a WebSocket message, or a part of one."""
-        incoming = exchange.incoming
-        if incoming is None or exchange.head.kind is not RequestKind.WEBSOCKET:
+        incoming = exchange.messages_in
+        if incoming is None:
             self._bad_frames.log(self._now(), "frame_unexpected", kind="MessageHead")
             return
         if exchange.is_dropped or exchange.phase is Phase.SENDING:
             return
-        order = incoming.take(head.sequence)
-        if order is SequenceCheck.NEXT:
-            outgoing = exchange.outgoing
-            exchange.sent_before = outgoing.sent_frames if isinstance(outgoing, OutgoingMessages) else 0
+        if self._is_next(exchange, incoming, head.sequence):
+            exchange.sent_before = 0 if exchange.outgoing is None else exchange.outgoing.sent
             self._user_queue(SocketReceived(exchange, bytes(body), head.is_text, head.last))
-        elif order is not SequenceCheck.DOUBLED:
-            self._refuse(exchange, "a message was lost")
 
-    def _refuse(self, exchange: ReplicaRequest, message: str) -> None:
-        self._responses.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
+    def take_close(self, exchange: ReplicaRequest, head: CloseHead) -> None:
+        """Process the client's close of a WebSocket, once all that came before it has arrived."""
+        incoming = exchange.messages_in
+        if incoming is not None and head.sequence > incoming.next_sequence:
+            if incoming.is_new_gap():
+                self._frames.send(
+                    exchange.reply, AliveHead(incoming.next_sequence, incoming.limit, has_gap=True)
+                )
+            return
+        status = exchange.response_status or STATUS_CANCELLED
+        self._responses.drop(exchange, status, head.code, head.reason)
 
-    def grant_credit(self, exchange: ReplicaRequest, incoming: IncomingFrames, frames: int) -> None:
-        """Grant the router credit for ``frames`` that the user's code has read."""
-        credit = incoming.release(frames)
-        if credit:
-            self._credits_sent += 1
-            self._frames.send(exchange.reply, CreditHead(credit, self._credits_sent))
+    def grant_credit(self, exchange: ReplicaRequest, incoming: IncomingStream, frames: int) -> None:
+        """Count ``frames`` that the user's code has read, and grant the router credit when it is due."""
+        if incoming.process(frames):
+            self._frames.send(exchange.reply, incoming.credit())
 
     def _work_on(self, exchange: ReplicaRequest) -> None:
         exchange.phase = Phase.WORKING
@@ -291,6 +293,8 @@ class ReplicaProtocol:
                 self._cancel_waiting(reply)
             elif type(head) is ProbeHead:
                 self._frames.send(reply, AliveHead())
+        elif reply in self._slots.unacknowledged:
+            self._on_frame_of_ended(reply, head)
         elif type(head) is ProbeHead:
             self._on_probe(reply, head.age_s)
 
@@ -300,19 +304,36 @@ class ReplicaProtocol:
                 self._bodies.take_body(exchange, head, body)
             case MessageHead():
                 self._bodies.take_message(exchange, head, body)
-            case CreditHead(frames):
-                self._responses.allow(exchange, frames)
+            case CreditHead(frames, _, limit):
+                self._responses.allow(exchange, frames, limit)
             case CancelHead():
                 self._responses.drop(exchange, STATUS_CANCELLED)
-            case CloseHead(code, reason):
-                self._responses.drop(exchange, exchange.response_status or STATUS_CANCELLED, code, reason)
-            case ProbeHead():
+            case CloseHead():
+                self._bodies.take_close(exchange, head)
+            case ProbeHead(_, received, limit):
                 if exchange.last_frame:  # it was answered, and the unwanted work goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
-                else:
-                    self._frames.send(exchange.reply, AliveHead())
+                    return
+                incoming = exchange.incoming
+                progress = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
+                self._frames.send(exchange.reply, AliveHead(*progress))
+                self._responses.resume(exchange, received, limit)
             case RequestHead() | AliveHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
+
+    def _on_frame_of_ended(self, reply: bytes, head: Head) -> None:
+        """Process a frame about a response that was sent to its end, which its router may not have yet."""
+        exchange = self._slots.unacknowledged[reply]
+        exchange.last_seen_at = self._now()
+        match head:
+            case CreditHead(frames, _, limit):
+                self._responses.allow(exchange, frames, limit)
+            case ProbeHead(_, received, limit):
+                self._responses.resume(exchange, received, limit)
+            case _:
+                pass  # it has ended
+        if type(head) is CancelHead or exchange.outgoing is None or exchange.outgoing.is_acknowledged:
+            self._slots.forget(reply)
 
     def _on_request(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
         exchanges = self._exchanges
@@ -331,7 +352,7 @@ class ReplicaProtocol:
         exchange = ReplicaRequest(reply, head, self._now())
         self._slots.take(exchange)
         if head.kind is RequestKind.WEBSOCKET:
-            exchange.incoming = IncomingFrames(0, WINDOW_MESSAGES)
+            exchange.messages_in = IncomingStream(WINDOW_MESSAGES, first=1)
             self._work_on(exchange)
         elif len(body) == head.body_bytes:
             exchange.body = bytes(body)
@@ -421,11 +442,9 @@ class ReplicaProtocol:
         if self.is_draining:
             watched = () if self._is_disconnected else self._exchanges.values()
             for exchange in self._idle_sockets.find(watched, now):
-                # For a router that loses it and probes.
-                exchange.last_frame = self._frames.send(
-                    exchange.reply, CloseHead(SERVICE_RESTART, CLOSE_REASON)
-                )
-                self._responses.drop(exchange, exchange.response_status, SERVICE_RESTART, CLOSE_REASON)
+                self._responses.close_socket(exchange, SERVICE_RESTART, CLOSE_REASON)
+        if not self._is_disconnected:
+            self._slots.forget_old(now)
 
     @staticmethod
     def _is_late(exchange: ReplicaRequest, now: float) -> bool:

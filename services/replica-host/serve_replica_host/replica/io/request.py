@@ -14,9 +14,10 @@ from typing import Any, Final, final
 
 import msgspec
 
-from serve_common.protocol.frames import Headers, RequestHead
+from serve_common.protocol.frames import Headers, RequestHead, ResponseHead
+from serve_common.protocol.streams import IncomingStream, OutgoingStream
 from serve_common.runtime.tasks import cancellations
-from serve_replica_host.replica.io.flow import BodyReader, IncomingFrames, OutgoingBody, OutgoingMessages
+from serve_replica_host.replica.io.flow import BodyReader, IncomingBody
 from serve_replica_host.replica.telemetry.traces import ReplicaRequestTrace
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
@@ -53,9 +54,14 @@ class ReplicaRequest:
     """Status of the response; 0 until it is known."""
     last_frame: bytes = b""
     """The frame of a one-frame response or of an error, to be sent again when a router probes."""
-    incoming: IncomingFrames | None = None
-    """Flow control of an incomplete body, or of a WebSocket's messages."""
-    outgoing: OutgoingBody | OutgoingMessages | None = None
+    body_in: IncomingBody | None = None
+    """An incomplete body."""
+    messages_in: IncomingStream | None = None
+    """A WebSocket's messages."""
+    response_head: ResponseHead | None = None
+    """Head of a response in several frames, to be sent again."""
+    outgoing: OutgoingStream | None = None
+    """The rest of a response, or a WebSocket's messages."""
     sent_bytes: int = 0
     """Streamed response: bytes sent. The writer compares it with the bytes it wrote."""
     sent_before: int | None = None
@@ -92,6 +98,11 @@ class ReplicaRequest:
         """When its router sent the last frame."""
         self.deadline = now + head.timeout_s
         """When the response must have started."""
+
+    @property
+    def incoming(self) -> IncomingStream | None:
+        """What is still expected from the router; None when that is nothing."""
+        return self.messages_in if self.body_in is None else self.body_in.stream
 
 
 def is_cancellation(exchange: ReplicaRequest, error: BaseException) -> bool:

@@ -13,18 +13,20 @@ from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull
 from serve_common.nats.protocol import encode_pub
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
-    BodyHead,
-    CloseHead,
+    WINDOW_FRAMES,
+    WINDOW_MESSAGES,
     ErrorHead,
     FrameUnreadable,
     Head,
     Headers,
+    MessageHead,
     RequestKind,
     ResponseHead,
     encode_frame,
 )
+from serve_common.protocol.streams import BodyPieces, HeldBytes, MessageQueue, OutgoingStream, WholeBody
 from serve_common.telemetry.log_lines import RateLimitedLogger
-from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES, OutgoingBody, OutgoingMessages
+from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES
 from serve_replica_host.replica.io.request import (
     Closed,
     Drop,
@@ -96,6 +98,7 @@ class ResponseFrames:
         self._slots = slots
         self._frames = frames
         self._user_queue = user_queue
+        self._held = HeldBytes()
 
     def take(self, outcome: IoEvent) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
@@ -144,14 +147,14 @@ class ResponseFrames:
                 pass  # handled elsewhere
 
     def _add(self, exchange: ReplicaRequest, more: Piece | SocketSent | Closed) -> None:
-        outgoing = exchange.outgoing
-        if isinstance(outgoing, OutgoingBody) and isinstance(more, Piece):
-            self._drain(exchange, outgoing)
-            outgoing.add(more.data, last=more.last)
-        elif isinstance(outgoing, OutgoingMessages) and isinstance(more, SocketSent):
-            outgoing.add(more.data, is_text=more.is_text)
-        elif isinstance(outgoing, OutgoingMessages) and isinstance(more, Closed):
-            outgoing.close(more.code, more.reason)
+        source = None if exchange.outgoing is None else exchange.outgoing.source
+        if isinstance(source, BodyPieces) and isinstance(more, Piece):
+            self._drain(exchange, source)
+            source.add(more.data, last=more.last)
+        elif isinstance(source, MessageQueue) and isinstance(more, SocketSent):
+            source.add(more.data, is_text=more.is_text)
+        elif isinstance(source, MessageQueue) and isinstance(more, Closed):
+            source.close_socket(more.code, more.reason)
         self._pump(exchange)
 
     # -- complete responses --------------------------------------------------------------------------------------------
@@ -164,15 +167,10 @@ class ResponseFrames:
         if not any(name == b"content-length" for name, _ in headers):
             headers = [*headers, (b"content-length", b"%d" % len(body))]
         exchange.response_status = status
-        outgoing = OutgoingBody()
-        outgoing.add(body, last=True)
-        if self._send_head(exchange, status, headers, outgoing.first_body(), last=False):
-            exchange.outgoing = outgoing
-            exchange.has_response_started = True
-            self._pump(exchange)
+        self._start_response(exchange, status, headers, OutgoingStream(WholeBody(body), WINDOW_FRAMES))
 
     def _send_head(
-        self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes, *, last: bool
+        self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes | memoryview, *, last: bool
     ) -> bool:
         """Send the head; returns False when it is invalid, and the exchange was failed instead."""
         head = ResponseHead(status, headers, last, len(self._slots.active) - 1)
@@ -183,6 +181,8 @@ class ResponseFrames:
             return False
         if last:
             exchange.last_frame = frame
+        else:
+            exchange.response_head = head
         return True
 
     # -- streamed responses ----------------------------------------------------------------------------------------
@@ -193,19 +193,25 @@ class ResponseFrames:
         exchange.response_status = status
         if exchange.head.kind is RequestKind.WEBSOCKET and status == STATUS_SWITCHING:
             if self._send_head(exchange, status, headers, b"", last=False):
-                exchange.outgoing = OutgoingMessages()
+                exchange.outgoing = OutgoingStream(MessageQueue(self._held), WINDOW_MESSAGES, first=1)
                 exchange.has_response_started = True
             return
-        outgoing = OutgoingBody()
-        self._drain(exchange, outgoing)
-        first = outgoing.first_body()
+        pieces = BodyPieces(self._held)
+        self._drain(exchange, pieces)
+        self._start_response(exchange, status, headers, OutgoingStream(pieces, WINDOW_FRAMES))
+
+    def _start_response(
+        self, exchange: ReplicaRequest, status: int, headers: Headers, outgoing: OutgoingStream
+    ) -> None:
+        """Send the head with the first part of the body, and what the credit allows."""
+        first = outgoing.opening()
         if self._send_head(exchange, status, headers, first, last=False):
             exchange.outgoing = outgoing
             exchange.has_response_started = True
             self._notify_sent(exchange, len(first))
             self._pump(exchange)
 
-    def _drain(self, exchange: ReplicaRequest, outgoing: OutgoingBody) -> None:
+    def _drain(self, exchange: ReplicaRequest, outgoing: BodyPieces) -> None:
         """Move the parts from the writer, which may append more meanwhile."""
         exchange.is_notified = False  # before reading: later parts are notified again
         pieces = exchange.pieces
@@ -218,49 +224,63 @@ class ResponseFrames:
             take = pieces.popleft
             outgoing.add(b"".join([take() for _ in range(count)]), last=False)
 
-    def allow(self, exchange: ReplicaRequest, frames: int) -> None:
-        """Add credit for ``frames`` frames."""
+    def allow(self, exchange: ReplicaRequest, frames: int, limit: int) -> None:
+        """Add credit, as `OutgoingStream.allow` has it."""
         if exchange.outgoing is not None:
-            exchange.outgoing.allow(frames)
+            exchange.outgoing.allow(frames, limit)
             self._pump(exchange)
+
+    def resume(self, exchange: ReplicaRequest, received: int, limit: int) -> None:
+        """Send again what the router does not have: it has ``received`` frames of the response."""
+        outgoing, head = exchange.outgoing, exchange.response_head
+        if received < 0 or outgoing is None or head is None:
+            return
+        if exchange.is_dropped and not outgoing.is_ended:
+            return
+        if not outgoing.resume(received):
+            message = "a part of the answer was lost, and is not held any more"
+            self.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
+            return
+        if not received:
+            first = b"" if isinstance(outgoing.source, MessageQueue) else outgoing.opening()
+            self._frames.send(exchange.reply, head, first)
+        outgoing.allow(0, limit)
+        self._pump(exchange)
+
+    def close_socket(self, exchange: ReplicaRequest, code: int, reason: str) -> None:
+        """Close a WebSocket that has sent everything, and end its work."""
+        outgoing = exchange.outgoing
+        if outgoing is not None and isinstance(outgoing.source, MessageQueue):
+            outgoing.source.close_socket(code, reason)
+            while (frame := outgoing.next_frame()) is not None:
+                self._frames.send(exchange.reply, *frame)
+        self.drop(exchange, exchange.response_status, code, reason)
 
     def _pump(self, exchange: ReplicaRequest) -> None:
         """Send what the credit allows. Without credit nothing is read: the writer then costs no wake-up."""
         outgoing = exchange.outgoing
-        if outgoing is None or exchange.is_dropped:
+        if outgoing is None or (exchange.is_dropped and not outgoing.is_ended):
             return
         try:
-            if isinstance(outgoing, OutgoingMessages):
-                self._pump_messages(exchange, outgoing)
-            else:
-                self._pump_body(exchange, outgoing)
+            self._send_frames(exchange, outgoing)
         except PayloadTooLarge as error:
             self.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, str(error))
 
-    def _pump_body(self, exchange: ReplicaRequest, outgoing: OutgoingBody) -> None:
-        if outgoing.has_credit and exchange.phase is Phase.WORKING:
-            self._drain(exchange, outgoing)
-        sent_bytes = 0
-        while (frame := outgoing.next_frame()) is not None:
-            sequence, last, body = frame
-            self._frames.send(exchange.reply, BodyHead(sequence, last), body)
-            sent_bytes += len(body)
-            if last:
-                self._slots.release(exchange, exchange.response_status)
-                return
-        if sent_bytes:
-            self._notify_sent(exchange, sent_bytes)
-
-    def _pump_messages(self, exchange: ReplicaRequest, outgoing: OutgoingMessages) -> None:
+    def _send_frames(self, exchange: ReplicaRequest, outgoing: OutgoingStream) -> None:
+        source = outgoing.source
+        if isinstance(source, BodyPieces) and outgoing.has_credit and exchange.phase is Phase.WORKING:
+            self._drain(exchange, source)
         sent_bytes = 0
         while (frame := outgoing.next_frame()) is not None:
             head, body = frame
             self._frames.send(exchange.reply, head, body)
-            if isinstance(head, CloseHead):
+            sent_bytes += len(body)
+            if type(head) is MessageHead and head.last:
+                sent_bytes += MESSAGE_COST_BYTES
+        if outgoing.is_sent:
+            if not exchange.is_dropped:
                 self._slots.release(exchange, exchange.response_status)
-                return
-            sent_bytes += len(body) + (MESSAGE_COST_BYTES if head.last else 0)
-        if sent_bytes:
+        elif sent_bytes:
             self._notify_sent(exchange, sent_bytes)
 
     def _notify_sent(self, exchange: ReplicaRequest, sent_bytes: int) -> None:
@@ -274,8 +294,8 @@ class ResponseFrames:
     def _flush(self, exchange: ReplicaRequest) -> None:
         """Send what was written before a failure."""
         outgoing = exchange.outgoing
-        if isinstance(outgoing, OutgoingBody) and exchange.pieces:
-            self._drain(exchange, outgoing)
+        if outgoing is not None and isinstance(outgoing.source, BodyPieces) and exchange.pieces:
+            self._drain(exchange, outgoing.source)
             self._pump(exchange)
 
     # -- ends -----------------------------------------------------------------------------------------------------

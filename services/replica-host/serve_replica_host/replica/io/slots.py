@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, final
 
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
+from serve_common.protocol.streams import BodyPieces, MessageQueue
 from serve_replica_host.ports import RequestMetrics
-from serve_replica_host.replica.io.flow import OutgoingMessages
 from serve_replica_host.replica.io.request import Phase, ReplicaRequest
 
 IDLE_S: Final = 1.0
@@ -42,17 +43,19 @@ class IdleSockets:
         for exchange in exchanges:
             outgoing = exchange.outgoing
             if (
-                not isinstance(outgoing, OutgoingMessages)
+                outgoing is None
+                or not isinstance(outgoing.source, MessageQueue)
                 or exchange.is_dropped
                 or exchange.phase is not Phase.WORKING
             ):
                 continue
-            frames = outgoing.sent_frames
-            if exchange.incoming is not None:
-                frames += exchange.incoming.taken_frames
+            frames = outgoing.sent
+            if exchange.messages_in is not None:
+                frames += exchange.messages_in.next_sequence
             known = self._seen.get(exchange.reply)
-            is_reply_due = exchange.sent_before == outgoing.sent_frames
-            if known is None or known[0] != frames or is_reply_due or outgoing.has_unsent:
+            is_reply_due = exchange.sent_before == outgoing.sent
+            has_unsent = outgoing.source.has_from(outgoing.sent)
+            if known is None or known[0] != frames or is_reply_due or has_unsent:
                 known = frames, now
             elif now - known[1] >= IDLE_S:
                 quiet.append(exchange)
@@ -66,8 +69,10 @@ RETENTION_MIN_S: Final = 5.0
 GENERATION_MAX: Final = 5_000
 """Maximum requests of a generation."""
 GENERATION_BYTES_MAX: Final = 4 * 1024 * 1024
-RESPONSE_BYTES_MAX: Final = 64 * 1024
+RESPONSE_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX + 8 * 1024
 """Maximum size of a kept response; of larger ones only the end is recorded."""
+UNACKNOWLEDGED_MAX: Final = 1_000
+"""Maximum ended responses of several frames that are kept until their routers have them."""
 
 
 @final
@@ -209,6 +214,8 @@ class Slots:
         """Requests in flight by reply subject."""
         self.recent: Final = RecentReplies()
         """Requests that have released their slots."""
+        self.unacknowledged: Final[dict[bytes, ReplicaRequest]] = {}
+        """Those of them whose response has several frames, which may have to be sent again; in order of their ends."""
         self._now = now
         self._metrics = metrics
         self._ended_s = 0.0
@@ -225,9 +232,10 @@ class Slots:
         """
         if self.active.pop(exchange.reply, None) is None:
             return
-        exchange.outgoing = None
-        exchange.incoming = None
+        exchange.body_in = exchange.messages_in = None
         now = self._now() if ended_at is None else ended_at
+        if exchange.outgoing is not None:
+            self._keep_or_forget(exchange, now)
         self.recent.add(exchange.reply, exchange.last_frame, now)
         seconds = now - exchange.started_at
         self._ended_s += seconds
@@ -236,6 +244,27 @@ class Slots:
             exchange.trace.end(status, now)
         if self.waiting:
             self._on_free()
+
+    def _keep_or_forget(self, exchange: ReplicaRequest, now: float) -> None:
+        """Keep a response of several frames until its router has it, if its end was sent."""
+        outgoing = exchange.outgoing
+        if outgoing is not None and outgoing.is_sent and not outgoing.is_acknowledged:
+            exchange.last_seen_at = now
+            self.unacknowledged[exchange.reply] = exchange
+            if len(self.unacknowledged) > UNACKNOWLEDGED_MAX:
+                self.forget(next(iter(self.unacknowledged)))
+        else:
+            _discard(exchange)
+
+    def forget(self, reply: bytes) -> None:
+        """Forget one of `unacknowledged`."""
+        _discard(self.unacknowledged.pop(reply))
+
+    def forget_old(self, now: float) -> None:
+        """Forget those of `unacknowledged` whose routers have been silent for `RETENTION_MIN_S`."""
+        for reply, exchange in list(self.unacknowledged.items()):
+            if now - exchange.last_seen_at >= RETENTION_MIN_S:
+                self.forget(reply)
 
     def leave_waiting(self, exchange: ReplicaRequest) -> None:
         """Count the time of a queued ``exchange`` that never got a slot."""
@@ -251,3 +280,9 @@ class Slots:
         # Another thread may end the last request, which cannot set an event of this loop.
         while self.active:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
+
+
+def _discard(exchange: ReplicaRequest) -> None:
+    outgoing, exchange.outgoing = exchange.outgoing, None
+    if outgoing is not None and isinstance(outgoing.source, BodyPieces | MessageQueue):
+        outgoing.source.close()

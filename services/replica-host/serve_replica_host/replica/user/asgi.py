@@ -13,7 +13,8 @@ from starlette.types import Message, Receive, Scope
 
 from serve_common.errors import UserCodeRaised
 from serve_common.protocol.frames import WINDOW_MESSAGES, Headers, RequestHead
-from serve_replica_host.replica.io.flow import CREDIT_PARTS, MESSAGE_COST_BYTES, BodyReader
+from serve_common.protocol.streams import CREDIT_PARTS
+from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES, BodyReader
 from serve_replica_host.replica.io.request import (
     Closed,
     Ended,

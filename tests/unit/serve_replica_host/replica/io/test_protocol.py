@@ -42,6 +42,7 @@ from serve_replica_host.replica.io.request import (
     Writable,
 )
 from serve_replica_host.replica.io.response_frames import FRAME_BYTES_MAX, DirectResponses
+from serve_replica_host.replica.io.slots import UNACKNOWLEDGED_MAX
 from tests.support.replica_rig import Tally
 from tests.support.waiting import eventually
 
@@ -159,10 +160,8 @@ async def test_credit_is_given_for_parts_of_the_window_and_for_all_that_was_take
     assert frames - WINDOW_FRAMES < sum(given) <= frames + 1
 
 
-@pytest.mark.parametrize(
-    ("head", "body"), [(BodyHead(2, False), b"ef"), (BodyHead(1, True), b"c"), (BodyHead(1, False), b"cdefg")]
-)
-async def test_a_body_with_a_lost_part_or_a_wrong_size_fails_and_frees_the_slot(
+@pytest.mark.parametrize(("head", "body"), [(BodyHead(1, True), b"c"), (BodyHead(1, False), b"cdefg")])
+async def test_a_body_with_a_wrong_size_fails_and_frees_the_slot(
     desk: Desk, head: BodyHead, body: bytes
 ) -> None:
     desk.hear(_request(body_bytes=6), b"ab")
@@ -173,6 +172,58 @@ async def test_a_body_with_a_lost_part_or_a_wrong_size_fails_and_frees_the_slot(
     assert desk.heads[-1].status == 502
     assert desk.side.in_flight == 0
     assert desk.user_queue == []
+
+
+async def test_a_lost_part_of_a_body_is_asked_for_once_and_again_when_its_router_probes(desk: Desk) -> None:
+    desk.hear(_request(body_bytes=6), b"ab")
+
+    desk.hear(BodyHead(2, True), b"ef")
+    desk.hear(BodyHead(2, True), b"ef")
+    assert desk.heads == [AliveHead(1, WINDOW_FRAMES + 1, has_gap=True)]
+    desk.hear(ProbeHead(1.0, 0))
+    assert desk.heads[1:] == [AliveHead(1, WINDOW_FRAMES + 1)]
+    desk.hear(BodyHead(1, False), b"cd")
+    desk.hear(BodyHead(2, True), b"ef")
+
+    (exchange,) = desk.user_queue
+    assert isinstance(exchange, ReplicaRequest)
+    assert exchange.body == b"abcdef"
+
+
+async def test_a_large_answer_is_sent_again_from_what_its_router_has_until_that_has_all(desk: Desk) -> None:
+    exchange = desk.begin()
+    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * 4
+    desk.answer(exchange, body)
+    assert desk.side.in_flight == 0
+    first = desk.sent.copy()
+    assert [type(head) for head in desk.heads] == [ResponseHead, BodyHead, BodyHead, BodyHead]
+
+    for received in (2, 0):
+        desk.sent.clear()
+        desk.hear(ProbeHead(1.0, received))
+        assert desk.sent == first[received:]
+    desk.sent.clear()
+    desk.hear(CreditHead(4, 20, 20))
+    desk.hear(ProbeHead(1.0, 2))
+    assert desk.heads == [RefusedHead("unknown", 0)]
+
+
+async def test_what_a_router_does_not_ask_for_is_held_for_seconds_and_within_bounds(desk: Desk) -> None:
+    desk.answer(desk.begin(), bytes(FRAME_BODY_BYTES_MAX * 2))
+    desk.side.bus_lost()
+    desk.now += 60.0
+    desk.side.sweep()
+    desk.side.bus_joined()
+    desk.hear(ProbeHead(60.0, 1))
+    assert desk.heads[-1] == BodyHead(1, True)
+    desk.now += 6.0
+    desk.side.sweep()
+    desk.sent.clear()
+    desk.hear(ProbeHead(66.0, 1))
+    assert desk.heads == [RefusedHead("unknown", 0)]
+    for number in range(UNACKNOWLEDGED_MAX + 5):
+        desk.answer(desk.begin(reply=b"_INBOX.n%d" % number), bytes(FRAME_BODY_BYTES_MAX + 1))
+    assert len(desk.side._slots.unacknowledged) == UNACKNOWLEDGED_MAX
 
 
 async def test_a_body_beyond_the_limit_is_refused_before_it_comes(desk: Desk) -> None:

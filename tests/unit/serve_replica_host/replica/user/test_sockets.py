@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_MESSAGES,
+    AliveHead,
     CancelHead,
     CloseHead,
     CreditHead,
-    ErrorHead,
     MessageHead,
     ProbeHead,
     RequestKind,
@@ -97,7 +97,7 @@ async def test_the_scope_names_subprotocols_and_the_accept_chooses_one() -> None
 
     assert isinstance(accepted, ResponseHead)
     assert accepted.headers == [(b"x-own", b"1"), (b"sec-websocket-protocol", b"b")]
-    assert closed == CloseHead(3000, "bye")
+    assert closed == CloseHead(3000, "bye", 1)
     assert seen[0]["subprotocols"] == ["a", "b", "c"]
     assert (seen[0]["type"], seen[0]["scheme"], seen[0]["root_path"]) == ("websocket", "ws", "/app")
 
@@ -204,7 +204,7 @@ async def test_an_application_that_returns_closes_with_1000() -> None:
         await socket.accept()
 
     request = await connect(rig_of(returns))
-    assert await request.frame() == (CloseHead(1000, ""), b"")
+    assert await request.frame() == (CloseHead(1000, "", 1), b"")
 
 
 async def test_large_messages_are_cut_and_put_together_again() -> None:
@@ -288,21 +288,53 @@ async def test_an_application_that_talks_waits_for_the_clients_credit_and_one_th
 
     closed, _ = await request.frame()
 
-    assert closed == CloseHead(1000, "")
+    assert closed == CloseHead(1000, "", 2 * WINDOW_MESSAGES + 1)
     assert request.credit == had + WINDOW_MESSAGES
     await rig.idle()
 
 
-async def test_a_lost_message_ends_the_socket_with_an_error() -> None:
+async def test_a_lost_message_is_asked_for_once_and_one_that_comes_twice_is_dropped() -> None:
     rig = rig_of(echo)
     request = await connect(rig)
     request.send(MessageHead(2, True, True), b"b")
+    request.send(MessageHead(3, True, True), b"c")
+    gap, _ = await request.frame()
+    assert isinstance(gap, AliveHead)
+    assert (gap.received, gap.has_gap) == (1, True)
 
-    error, _ = await request.frame()
+    for number, text in ((1, b"a"), (2, b"b"), (1, b"a"), (2, b"b"), (3, b"c")):
+        request.send(MessageHead(number, True, True), text)
+    assert [(await request.frame())[1] for _ in range(3)] == [b"a", b"b", b"c"]
+    request.send(CloseHead(1000, ""))
     await rig.idle()
 
-    assert isinstance(error, ErrorHead)
-    assert "lost" in error.message
+
+async def test_a_close_waits_for_the_messages_before_it() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    request.send(CloseHead(1000, "", 2))
+    gap, _ = await request.frame()
+    assert isinstance(gap, AliveHead)
+    assert (gap.received, gap.has_gap) == (1, True)
+    request.send(MessageHead(1, True, True), b"a")
+    assert (await request.frame())[1] == b"a"
+    request.send(CloseHead(1000, "", 2))
+    await rig.idle()
+
+
+async def test_messages_that_a_router_did_not_get_are_sent_again_while_they_are_not_allowed_away() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    for number in (1, 2, 3):
+        request.send(MessageHead(number, True, True), b"%d" % number)
+    first = [await request.frame() for _ in range(3)]
+    request.expected = 2
+    request.send(ProbeHead(1.0, 2))
+    alive, *again = [await request.frame() for _ in range(3)]
+    assert alive[0] == AliveHead(4, WINDOW_MESSAGES + 1)
+    assert again == first[1:]
+    request.send(CloseHead(1000, ""))
+    await rig.idle()
 
 
 async def test_the_deadline_does_not_end_an_open_socket_and_credit_for_nothing_does_no_harm() -> None:
@@ -319,7 +351,9 @@ async def test_the_deadline_does_not_end_an_open_socket_and_credit_for_nothing_d
     await rig.idle()
 
 
-CLOSED = (CloseHead(1012, "the replica is being replaced"), b"")
+def closed_after(messages: int) -> tuple[CloseHead, bytes]:
+    """The close of a drain, after so many messages."""
+    return CloseHead(1012, "the replica is being replaced", messages + 1), b""
 
 
 class Drain:
@@ -357,7 +391,7 @@ async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both
     assert request.is_silent
     drain.checks(quiet_sockets.IDLE_S)
 
-    assert await request.frame() == CLOSED
+    assert await request.frame() == closed_after(0)
     await rig.idle()
     assert told == [{"type": "websocket.disconnect", "code": 1012, "reason": "the replica is being replaced"}]
     assert rig.metrics.answered == [101]
@@ -394,7 +428,7 @@ async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_th
     assert all(request.is_silent for request in requests)
 
     drain.checks(10.0)
-    assert await talks.frame() == CLOSED
+    assert await talks.frame() == closed_after(3)
     assert listens.is_silent  # its client spoke last, and may wait for an answer
     assert waits.is_silent
     for request in requests:
@@ -425,7 +459,7 @@ async def test_a_socket_whose_client_waits_for_an_answer_is_not_quiet_until_it_h
     drain.checks(11.0, 11.9)
     assert request.is_silent
     drain.checks(12.1)
-    assert await request.frame() == CLOSED
+    assert await request.frame() == closed_after(1)
     await rig.idle()
 
 
@@ -474,8 +508,9 @@ async def test_a_router_that_missed_the_close_of_a_drain_is_told_it_again() -> N
     drain = Drain(rig)
     drain.checks(1.0)
     closed = await request.frame()
-    request.send(ProbeHead())
+    request.send(ProbeHead(1.0, 1))
+    assert type((await request.frame())[0]) is AliveHead
     assert await request.frame() == closed
     await rig.idle()
-    request.send(ProbeHead())
+    request.send(ProbeHead(1.0, 1))
     assert await request.frame() == closed
