@@ -8,14 +8,10 @@ import threading
 import weakref
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread, Mailbox
-from serve_replica_host.replica.io.flow import OutgoingBody
 from tests.support.waiting import eventually
 
 
@@ -245,39 +241,6 @@ def test_a_loop_thread_runs_work_and_stops() -> None:
     assert thread.submit(name()).result(30) == "test"
     thread.stop(30)
     assert thread.loop.is_closed()
-
-
-@given(
-    pieces=st.lists(st.integers(0, 3 * FRAME_BODY_BYTES_MAX), min_size=1, max_size=4),
-    allowances=st.lists(st.integers(1, 3), max_size=12),
-)
-def test_a_body_leaves_whole_in_order_and_never_more_than_allowed(
-    pieces: list[int], allowances: list[int]
-) -> None:
-    body = OutgoingBody()
-    allowed, sent, lasts = WINDOW_FRAMES - 1, [], []
-
-    def pump() -> None:
-        while (frame := body.next_frame()) is not None:
-            sequence, last, data = frame
-            assert sequence == len(sent) + 1
-            assert len(data) <= FRAME_BODY_BYTES_MAX
-            sent.append(data)
-            lasts.append(last)
-            assert len(sent) <= allowed
-
-    content = [bytes([at]) * size for at, size in enumerate(pieces)]
-    for at, piece in enumerate(content):
-        body.add(piece, last=at == len(content) - 1)
-        pump()
-    for frames in [*allowances, *([4] * 8)]:
-        allowed += frames
-        body.allow(frames)
-        pump()
-
-    assert b"".join(sent) == b"".join(content)
-    assert lasts == [False] * (len(lasts) - 1) + [True]
-    assert body.unsent_bytes == 0
 
 
 async def test_what_is_gathered_comes_with_one_wake_up_when_it_is_said() -> None:
