@@ -84,7 +84,8 @@ class Proxy:
         self._bus = BusConnection(_bus_options(settings), rng)
         inbox = Inbox(self._bus, f"{settings.proxy_id}-{uuid.uuid4().hex[:12]}")
         routes = Routes(rng.random, uncounted=settings.uncounted)
-        outgoing = Outgoing(self._bus, inbox, subjects)
+        outgoing = Outgoing(self._bus, inbox, subjects, settings.bus.direct)
+        self._links = outgoing.links
         self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
         models = ModelHolders(routes, subjects, asyncio.get_running_loop().time)
         self._bus.subscribe(subjects.all_models, models.take)
@@ -273,6 +274,7 @@ class Proxy:
         await self._live_options.close(_CLOSE_TIMEOUT_S)
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._control_plane.close()
+        await self._links.close()
         if self._log_sink is not None:
             await self._log_sink.close()
         await self._bus.close()

@@ -13,7 +13,7 @@ from serve_common import errors
 from serve_common.api.views import ErrorView
 from serve_common.errors import BadField, ServeError, TransientError
 from serve_common.identities.credentials import CredentialsFile
-from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.settings import BusSettings, Environment, read_direct_mode
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 DEFAULT_USER = "admin"
@@ -53,6 +53,7 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
             inbox_prefix=inbox_prefix,
             subject_prefix=self.subject_prefix,
             tls_ca_file=self.tls_ca_file,
+            direct=read_direct_mode(Environment()),
         )
 
     @property

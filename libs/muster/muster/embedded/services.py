@@ -181,6 +181,7 @@ class ServiceSpecs:
             "MUSTER_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.HOST)),
             "MUSTER_HOST_ID": "host-1",
             "MUSTER_RAY_TEMP_DIR": str(self._ray_dir),
+            "MUSTER_DIRECT_DIR": str(self._ray_dir / "direct"),  # short enough, too, for sockets
             "MUSTER_APP_ROOT": str(self._app_root),
             "MUSTER_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
             "PROMETHEUS_MULTIPROC_DIR": str(self._paths.metrics),

@@ -138,7 +138,7 @@ class _Parts:
         subjects, loop = Subjects(settings.subject_prefix), asyncio.get_running_loop()
         routes = Routes(rng.random)
         inbox = Inbox(self._bus, f"handles-{uuid.uuid4().hex[:12]}")
-        outgoing = Outgoing(self._bus, inbox, subjects)
+        outgoing = Outgoing(self._bus, inbox, subjects, settings.direct)
         dispatcher = Dispatcher(routes, outgoing, bus_wait_s=BUS_WAIT_S)
         shadows = Shadows(dispatcher, rng.random, loop.time)
         self.router = HandleRouter(dispatcher, routes, shadows)
@@ -152,6 +152,7 @@ class _Parts:
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
         self._bus.on_connected.append(dispatcher.bus_reconnected)
         self._bus.on_bus_responds_again.append(dispatcher.bus_responds_again)
+        self._links = outgoing.links
         self._login = login
         self._loop = loop
 
@@ -169,6 +170,7 @@ class _Parts:
         await self.router.close()
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._bucket.close()
+        await self._links.close()
         await self._bus.close()
 
     async def _connect(self) -> None:

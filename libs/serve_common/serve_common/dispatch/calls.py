@@ -9,6 +9,7 @@ from typing import Final, Protocol, final
 
 import msgspec
 
+from serve_common.direct.link import DirectLink
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.sockets import ReplicaSocket
@@ -156,11 +157,13 @@ class Attempt:
         "has_probed",
         "is_head_missing",
         "last_seen_at",
+        "link",
         "outgoing",
         "probed_at",
         "probed_sent",
         "replica",
         "reply",
+        "response_link",
         "sent_at",
         "subject",
         "token",
@@ -182,6 +185,10 @@ class Attempt:
             self.outgoing = OutgoingStream(spec.upload, WINDOW_FRAMES)
         elif len(spec.body) > FRAME_BODY_BYTES_MAX:
             self.outgoing = OutgoingStream(WholeBody(spec.body), WINDOW_FRAMES)
+        self.link: DirectLink | None = None
+        """The way of its frames; None is the bus."""
+        self.response_link: DirectLink | None = None
+        """The way of the response's frames, and of what is said about them."""
         self.undelivered = 0
         """Frames of the request that had no subscriber."""
         self.sent_at = 0.0
@@ -237,7 +244,7 @@ class Call:
         on_response: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
         *,
-        on_reply: Callable[[Call, bytes], None],
+        on_reply: Callable[[Call, bytes, bool], None],
         on_no_responders: Callable[[Call], None],
     ) -> None:
         self.key = key
@@ -272,9 +279,9 @@ class Call:
         """True while everything received of the request is still in memory."""
         return self.spec.upload is None or self.spec.upload.is_from_start
 
-    def take_reply(self, payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
-        """Process a frame on the reply subject of the current attempt."""
-        self._on_reply(self, payload)
+    def take_reply(self, payload: bytes, reply: bytes, _headers: bytes | None) -> None:
+        """Process a frame for the current attempt; ``reply`` is not empty when a link brought it."""
+        self._on_reply(self, payload, bool(reply))
 
     def take_no_responders(self) -> None:
         """The subject of the current attempt's replica has no subscriber."""
@@ -361,4 +368,8 @@ class Replies(Protocol):
 
     def forget(self, token: bytes) -> None:
         """Release a token."""
+        ...
+
+    def deliver(self, token: bytes, payload: bytes) -> None:
+        """Bring a reply that came over a direct link to its callback, as `Inbox.deliver`."""
         ...

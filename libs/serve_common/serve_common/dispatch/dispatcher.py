@@ -79,6 +79,7 @@ class Dispatcher:
         self._pending = self._pending_reconnect.pending
         self._loop = asyncio.get_running_loop()
         self._last_key = 0
+        outgoing.on_link_lost = self._pending_reconnect.link_lost
         # Bound once: a bound method is an object, and every call needs both.
         self._take_reply = self._response_reader.take
         self._take_no_responders = self._lost_requests.take_no_responders
@@ -408,6 +409,7 @@ class RequestTimers:
         is_sampling = now >= self._sample_at
         if is_sampling:
             self._sample_at = now + SAMPLE_INTERVAL_S
+            self._outgoing.links.sweep()
         for router in list(self._routes.routers.values()):
             if router.has_waiting:
                 self._check_queue(router, now)

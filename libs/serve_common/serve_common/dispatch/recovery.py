@@ -8,6 +8,7 @@ from typing import Final, final
 
 import structlog
 
+from serve_common.direct.link import DirectLink
 from serve_common.dispatch.admission import DEATHS_MAX, FailureDetector, may_send_again
 from serve_common.dispatch.calls import Call, CallRegistry
 from serve_common.dispatch.errors import LostTwice
@@ -162,6 +163,14 @@ class PendingReconnect:
             call.spec.trace.waits("bus")
         call.reconnect_deadline = self._loop.time() + self._bus_wait_s
         self.pending[call.key] = call
+
+    def link_lost(self, link: DirectLink) -> None:
+        """A direct link has ended: requests that used it go on over the bus, from where each end is."""
+        for call in list(self._registry.calls.values()):
+            attempt = call.attempt
+            if attempt is not None and link in (attempt.link, attempt.response_link):
+                attempt.link = attempt.response_link = None
+                self._outgoing.probe(call)
 
     def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""

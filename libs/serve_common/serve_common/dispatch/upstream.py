@@ -7,12 +7,15 @@ Why apart: everything that is sent may find the bus disconnected, and raises; th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Final, final
 
 import msgspec
 import structlog
 
+from serve_common.direct.dialing import DirectLinks
+from serve_common.direct.link import LARGE_BYTES_MIN, DirectLink, link_token
 from serve_common.dispatch.admission import FailureDetector
 from serve_common.dispatch.calls import (
     Attempt,
@@ -51,6 +54,7 @@ from serve_common.protocol.reports import Wake
 from serve_common.protocol.streams import HeldBytes, IncomingStream, SequenceCheck
 from serve_common.protocol.subjects import Subjects
 from serve_common.routing.queues import Refusal
+from serve_common.runtime.settings import DirectMode
 from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
@@ -66,7 +70,17 @@ _TIMEOUT_S_MIN: Final = 0.001
 class Outgoing:
     """Publishes the frames of calls."""
 
-    def __init__(self, bus: DataPlaneBus, replies: Replies, subjects: Subjects) -> None:
+    def __init__(
+        self,
+        bus: DataPlaneBus,
+        replies: Replies,
+        subjects: Subjects,
+        direct: DirectMode = DirectMode.OFF,
+    ) -> None:
+        """``direct`` says which frames take direct links."""
+        self.links: Final = DirectLinks(direct, replies, bus.publish, self._link_lost)
+        self.on_link_lost: Callable[[DirectLink], None] = lambda _link: None
+        """Called when a link has ended, after its last frame; set by the dispatcher."""
         self._bus = bus
         self._replies = replies
         self._subjects = subjects
@@ -121,21 +135,33 @@ class Outgoing:
             spec.call,
             call.may_queue,
         )
-        self._bus.publish(attempt.subject, encode_frame(head, first), reply)
+        is_large = outgoing is not None or len(first) >= LARGE_BYTES_MIN or spec.kind is RequestKind.WEBSOCKET
+        attempt.link = self.links.for_request(replica, attempt.subject, is_large=is_large)
+        self._publish(attempt, attempt.link, head, first)
         if outgoing is not None:
             self.send_pieces(attempt)
+
+    def _publish(
+        self, attempt: Attempt, link: DirectLink | None, head: Head, body: bytes | memoryview = b""
+    ) -> None:
+        """Send a frame over ``link``, or over the bus; raises as `DataPlaneBus.publish`."""
+        if link is None or not link.send(link_token(attempt.reply), head, body):
+            self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
+
+    def _link_lost(self, link: DirectLink) -> None:
+        self.on_link_lost(link)
 
     def send_pieces(self, attempt: Attempt) -> None:
         """Send as much of the body as the credit allows; raises as `DataPlaneBus.publish`."""
         outgoing = attempt.outgoing
         while outgoing is not None and (frame := outgoing.next_frame()) is not None:
-            self._bus.publish(attempt.subject, encode_frame(*frame), attempt.reply)
+            self._publish(attempt, attempt.link, *frame)
 
     def send_frame(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the call's replica; raises as `DataPlaneBus.publish`. Does nothing without an attempt."""
         attempt = call.attempt
         if attempt is not None:
-            self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
+            self._publish(attempt, attempt.link, head, body)
 
     def grant_credit(self, call: Call, credit: CreditHead) -> None:
         """Allow the replica more frames; a credit that is lost is part of the next probe."""
@@ -183,7 +209,7 @@ class Outgoing:
     def _try_publish(self, attempt: Attempt, head: Head) -> bool:
         """Publish a frame that may be repeated or omitted; False when the bus does not take it."""
         try:
-            self._bus.publish(attempt.subject, encode_frame(head), attempt.reply)
+            self._publish(attempt, attempt.response_link or attempt.link, head)
         except (NotConnected, OutboundFull):
             return False
         return True
@@ -219,8 +245,8 @@ class ResponseReader:
         self._loop = asyncio.get_running_loop()
         self._bad_frames = RateLimitedLogger(_log.warning)
 
-    def take(self, call: Call, payload: bytes) -> None:
-        """Process a frame on the reply subject of the call's current attempt."""
+    def take(self, call: Call, payload: bytes, is_direct: bool) -> None:  # noqa: FBT001 - a callback, for each frame
+        """Process a frame on the reply subject of the call's current attempt; ``is_direct``: a link brought it."""
         attempt = call.attempt
         if attempt is None:
             return
@@ -248,7 +274,7 @@ class ResponseReader:
             case MessageHead() | CloseHead():
                 self._take_socket_frame(call, head, body)
             case ResponseHead(status, headers):
-                self._open_stream(call, status, headers, body)
+                self._open_stream(call, status, headers, body, is_direct=is_direct)
             case BodyHead(sequence, last):
                 self._take_piece(call, sequence, body, last=last)
             case CreditHead(frames, _, limit):
@@ -268,10 +294,23 @@ class ResponseReader:
         if call.router is not None and call.router.circuit.is_open:
             call.router.response_started(call.key)
 
-    def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
+    def _choose_response_link(self, call: Call, *, is_direct: bool) -> None:
+        """What is said about a response goes its way; a stream that comes over the bus is worth a link."""
+        attempt = call.attempt
+        if attempt is None:
+            return
+        if is_direct:
+            attempt.response_link = self._outgoing.links.get(attempt.replica)
+        else:
+            self._outgoing.links.dial(attempt.replica, attempt.subject)
+
+    def _open_stream(
+        self, call: Call, status: int, headers: Headers, body: memoryview, *, is_direct: bool
+    ) -> None:
         if call.response_reader is not None:
             return  # sent again, because it was thought to be lost
         call.status = status
+        self._choose_response_link(call, is_direct=is_direct)
         self._prove_alive(call)
         if status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET:
             attempt = call.attempt

@@ -373,6 +373,8 @@ ReplyCallback = Callable[[bytes, bytes, bytes | None], None]
 _Receiver = tuple[ReplyCallback, Callable[[], None]]
 """A bare tuple: one is made for every request."""
 
+OTHER_WAY: Final = b"."
+"""In the place of the reply subject, which is never this, of replies that did not come over the bus."""
 _TOKEN_BYTES: Final = 8
 _TOKEN_BATCH: Final = 256
 """Tokens generated per call of the system's random source: one call per request would double the cost."""
@@ -428,6 +430,12 @@ class Inbox:
     def forget(self, token: bytes) -> None:
         """Release a token: further replies to it are dropped. May be called twice."""
         self._receivers.pop(token, None)
+
+    def deliver(self, token: bytes, payload: bytes) -> None:
+        """Bring a reply that came another way to its callback, whose ``reply`` is then `OTHER_WAY`."""
+        receiver = self._receivers.get(token)
+        if receiver is not None:
+            receiver[0](payload, OTHER_WAY, None)
 
     def close(self) -> None:
         """End the subscription and forget all tokens."""

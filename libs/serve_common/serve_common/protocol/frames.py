@@ -201,6 +201,22 @@ class CloseHead(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """Number of this frame in its direction; 0 is unknown."""
 
 
+class DialHead(msgspec.Struct, frozen=True, array_like=True, tag="D"):
+    """A router asks a replica for a direct link; the reply subject is one of the router's inbox."""
+
+    machine: str
+    """What the router's machine is known by (`serve_common.direct.dialing.machine_id`)."""
+
+
+class LinkHead(msgspec.Struct, frozen=True, array_like=True, tag="L"):
+    """The answer to a `DialHead`: how to reach the replica directly."""
+
+    path: str = ""
+    """A Unix socket on the router's machine; empty when there is no way."""
+    ticket: bytes = b""
+    """Proves the router, once and for a few seconds: the first bytes that it sends."""
+
+
 Head = (
     RequestHead
     | BodyHead
@@ -213,6 +229,8 @@ Head = (
     | ErrorHead
     | MessageHead
     | CloseHead
+    | DialHead
+    | LinkHead
 )
 
 
@@ -224,14 +242,19 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
 
 
-def encode_frame(head: Head, body: bytes | memoryview = b"") -> bytes:
-    """The frame's bytes. Raises `FrameUnreadable` when the head is larger than `HEAD_BYTES_MAX`."""
+def encode_head(head: Head) -> bytes:
+    """The frame's bytes before its body. Raises `FrameUnreadable` when the head is larger than `HEAD_BYTES_MAX`."""
     encoded = _encoder.encode(head)
     if len(encoded) > HEAD_BYTES_MAX:
         raise FrameUnreadable(
             f"a head of {len(encoded)} bytes exceeds {HEAD_BYTES_MAX}; are the headers too large?"
         )
-    return b"".join((len(encoded).to_bytes(2, "big"), encoded, body))
+    return len(encoded).to_bytes(2, "big") + encoded
+
+
+def encode_frame(head: Head, body: bytes | memoryview = b"") -> bytes:
+    """The frame's bytes. Raises as `encode_head`."""
+    return b"".join((encode_head(head), body))
 
 
 def decode_frame(frame: bytes) -> tuple[Head, memoryview]:

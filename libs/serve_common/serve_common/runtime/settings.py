@@ -11,6 +11,7 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -93,6 +94,16 @@ class Environment:
         return check_name(host[:63] or uuid.uuid4().hex[:12], name)
 
 
+class DirectMode(Enum):
+    """Which frames take direct links."""
+
+    OFF = "off"
+    BODIES = "bodies"
+    """Large bodies, streams and WebSockets; every other request takes the bus."""
+    ALL = "all"
+    """Every request to a replica with a link."""
+
+
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach NATS as one role."""
 
@@ -110,6 +121,12 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """First part of all subjects, so that several stacks can share one NATS."""
     tls_ca_file: str | None = None
     """File of the certificate authority that signed the servers' certificates; None uses the system's."""
+    direct: DirectMode = DirectMode.BODIES
+    """Which frames take direct links between routers and replicas."""
+    direct_dir: str = ""
+    """Directory of the Unix sockets by which replicas accept direct links; empty: they accept none."""
+    direct_uids: tuple[int, ...] = (0,)
+    """Users whose processes may open direct links, beside the replica's own."""
 
     def __repr__(self) -> str:
         return f"BusSettings(servers={self.servers!r}, user={self.user!r}, …)"
@@ -160,7 +177,19 @@ def read_bus_settings(
             environment.text("MUSTER_SUBJECT_PREFIX", "serve"), "MUSTER_SUBJECT_PREFIX"
         ),
         tls_ca_file=environment.optional("MUSTER_NATS_TLS_CA_FILE"),
+        direct=read_direct_mode(environment),
+        direct_dir=environment.optional("MUSTER_DIRECT_DIR") or "",
     )
+
+
+def read_direct_mode(environment: Environment) -> DirectMode:
+    """Read ``MUSTER_DIRECT``. Raises `BadField`."""
+    text = environment.text("MUSTER_DIRECT", DirectMode.BODIES.value)
+    try:
+        return DirectMode(text)
+    except ValueError as error:
+        known = ", ".join(mode.value for mode in DirectMode)
+        raise BadField("MUSTER_DIRECT", f"{text[:40]!r} must be one of {known}") from error
 
 
 def read_credentials(environment: Environment, role: Role, name: str) -> Credentials:

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
@@ -24,7 +25,7 @@ from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import ThreadLoopLag
 from serve_common.runtime.request_context import CurrentReplica, current_replica, set_replica_context
-from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.settings import BusSettings, DirectMode
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread
 from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
@@ -289,10 +290,21 @@ class ReplicaProcess:
         self._connection, self._io = connection, bus_io
         if self._logs is not None:
             self._logs.join(connection, Subjects(self._order.bus.subject_prefix))
+        await self._accept_links(bus_io, self._tasks)
         await _connect(connection)
         self._renew_on_new_identity(connection)
         self._tasks.start(self._write_metrics(bus_io), "write_metrics")
         self._tasks.start(self._send_models_periodically(connection), "tell_models")
+
+    async def _accept_links(self, bus_io: ReplicaIO, tasks: TaskOwner) -> None:
+        """Accept direct links, where that is configured; what cannot be made leaves everything to the bus."""
+        bus = self._order.bus
+        if bus.direct is DirectMode.OFF or not bus.direct_dir:
+            return
+        try:
+            await bus_io.accept_links(Path(bus.direct_dir), {os.getuid(), *bus.direct_uids}, tasks)
+        except OSError as error:
+            _log.warning("direct_links_not_accepted", path=bus.direct_dir, error=str(error))
 
     def _renew_on_new_identity(self, connection: BusConnection) -> None:
         loop, tasks = asyncio.get_running_loop(), self._tasks
@@ -355,6 +367,7 @@ class ReplicaProcess:
             await self._subscription.drain(_FLUSH_TIMEOUT_S)
         if self._logs is not None:
             await self._logs.part()
+        await bus_io.close_links()
         if self._connection is not None:
             await self._connection.close()
         if self._tasks is not None:

@@ -7,6 +7,7 @@ from typing import Final, final
 
 import structlog
 
+from serve_common.direct.link import DirectLink
 from serve_common.errors import DeadlineExceeded, LimitReached, RequestFailed
 from serve_common.protocol.frames import (
     WINDOW_MESSAGES,
@@ -15,16 +16,18 @@ from serve_common.protocol.frames import (
     CancelHead,
     CloseHead,
     CreditHead,
+    DialHead,
     ErrorHead,
     FrameUnreadable,
     Head,
+    LinkHead,
     MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
     RequestKind,
-    ResponseHead,
     decode_frame,
+    encode_frame,
 )
 from serve_common.protocol.streams import IncomingStream, SequenceCheck
 from serve_common.protocol.subjects import is_inbox
@@ -175,6 +178,8 @@ _IN_USE_S: Final = 5.0
 """Seconds since the last response after which a drain need not wait for lost requests."""
 _TRAVEL_S: Final = 0.5
 """Maximum seconds of a frame's travel, for deciding whether a request ended before a probe was sent."""
+_PROBE: Final = encode_frame(ProbeHead())[3:5]
+"""What is at this place in the frame of a probe only: the tag of its head."""
 STATUS_CANCELLED: Final = 499
 """Status in metrics of requests whose caller is gone."""
 
@@ -210,6 +215,10 @@ class ReplicaProtocol:
         self._waiting = self._slots.waiting
         self._exchanges = self._slots.active
         self._frames = FrameSender(publish, now)
+        self._links = self._frames.links
+        self._slots.on_left = self._forget_link
+        self.offer_link: Callable[[bytes, str], LinkHead] = lambda _reply, _machine: LinkHead()
+        """Answers a router that dials; set with `use_links`."""
         self._responses = ResponseFrames(self._slots, self._frames, user_queue)
         self._bodies = BodyFrames(
             self._responses, self._frames, user_queue, now, streams_bodies=streams_bodies
@@ -267,10 +276,46 @@ class ReplicaProtocol:
             until = max(until, last_at + _RECENT_PROBE_S, self._drain_started_at + _RECENT_PROBE_S)
         return max(0.0, until - now)
 
+    # -- direct links ---------------------------------------------------------------------------------------------
+
+    def use_links(
+        self,
+        offer: Callable[[bytes, str], LinkHead],
+        link_to: Callable[[bytes], DirectLink | None],
+    ) -> None:
+        """Take frames of direct links too: ``offer`` answers a `DialHead`, ``link_to`` finds the link of an inbox."""
+        self.offer_link = offer
+        self._frames.link_to = link_to
+
+    def link_lost(self, link: DirectLink) -> None:
+        """A link has ended: its routers probe over the bus."""
+        self._frames.drop_link(link)
+
+    def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes) -> None:
+        """Process a frame that came over ``link`` for the request of ``reply``."""
+        links = self._links
+        links[reply] = link
+        self.handle_frame(b"", reply, payload, None)
+        exchange = self._exchanges.get(reply)
+        if exchange is not None:
+            exchange.is_direct = True
+        elif reply not in self._waiting and reply not in self._slots.unacknowledged:
+            links.pop(reply, None)
+
+    def _forget_link(self, reply: bytes) -> None:
+        if self._links:
+            self._links.pop(reply, None)
+
     # -- frames from routers --------------------------------------------------------------------------------------
 
+    def handle_bus_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Process a message on the replica's subject. A router that probes there has left its link."""
+        if self._links and reply in self._links and payload.startswith(_PROBE, 3):
+            del self._links[reply]
+        self.handle_frame(subject, reply, payload, headers)
+
     def handle_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        """Process a message on the replica's subject."""
+        """Process a frame."""
         try:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
@@ -283,6 +328,9 @@ class ReplicaProtocol:
             return
         if type(head) is RequestHead:
             self._on_request(reply, head, body)
+            return
+        if type(head) is DialHead:
+            self._frames.send(reply, self.offer_link(reply, head.machine))
             return
         exchange = self._exchanges.get(reply)
         if exchange is not None:
@@ -318,7 +366,7 @@ class ReplicaProtocol:
                 progress = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
                 self._frames.send(exchange.reply, AliveHead(*progress))
                 self._responses.resume(exchange, received, limit)
-            case RequestHead() | AliveHead() | ResponseHead() | RefusedHead() | ErrorHead():
+            case _:
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
     def _on_frame_of_ended(self, reply: bytes, head: Head) -> None:

@@ -6,12 +6,15 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Final, final
 
 import msgspec
 import structlog
 
+from serve_common.direct.link import DirectLink
+from serve_common.direct.listening import LinkListener
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.link import Link
 from serve_common.nats.options import PayloadTooLarge
@@ -258,6 +261,7 @@ class ReplicaIO:
             max_concurrent_queries=max_concurrent_queries,
             streams_bodies=code.streams_bodies,
         )
+        self._listener: LinkListener | None = None
         io_queue: Mailbox[IoEvent] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
         self._direct = DirectResponses(
             connection, io_queue.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
@@ -294,6 +298,25 @@ class ReplicaIO:
     def max_concurrent_queries(self, count: int) -> None:
         self._protocol.max_concurrent_queries = count
 
+    async def accept_links(self, directory: Path, uids: Collection[int], tasks: TaskOwner) -> None:
+        """Accept direct links of routers from now on, at a socket in ``directory``. Raises OSError."""
+        listener = LinkListener(
+            directory,
+            uids,
+            on_frame=self._take_link_frame,
+            on_end=self._link_ended,
+            on_batch_end=self._user_queue.wake,
+        )
+        await listener.start(tasks)
+        self._listener = listener
+        with self._lock:
+            self._protocol.use_links(listener.offer, listener.link_to)
+
+    async def close_links(self) -> None:
+        """Accept no more links, and end those that are open."""
+        if self._listener is not None:
+            await self._listener.close()
+
     def subscribe(self, subject: str) -> Subscription:
         """Subscribe to the replica's subject."""
         return self._connection.subscribe(subject, self._take_frame)
@@ -318,11 +341,24 @@ class ReplicaIO:
 
     def _take_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if self._reader.is_on_user_loop:  # then the lock is held
-            self._protocol.handle_frame(subject, reply, payload, headers)
+            self._protocol.handle_bus_frame(subject, reply, payload, headers)
             return
         with self._lock:
             self._user_queue.gather()  # `after_messages` ends that
-            self._protocol.handle_frame(subject, reply, payload, headers)
+            self._protocol.handle_bus_frame(subject, reply, payload, headers)
+
+    def _take_link_frame(self, link: DirectLink, token: bytes, frame: bytes) -> None:
+        listener = self._listener
+        if listener is None:
+            return
+        reply = listener.inbox(link) + token.hex().encode()
+        with self._lock:
+            self._user_queue.gather()  # the end of the read ends that
+            self._protocol.handle_link_frame(link, reply, frame)
+
+    def _link_ended(self, link: DirectLink) -> None:
+        with self._lock:
+            self._protocol.link_lost(link)
 
     def _put_for_user(self, item: UserEvent) -> None:
         if self._reader.is_on_user_loop:

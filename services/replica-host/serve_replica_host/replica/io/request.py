@@ -68,6 +68,8 @@ class ReplicaRequest:
     """WebSocket: number of frames sent when the client's last message arrived; None before the first one."""
     trace: ReplicaRequestTrace | None = None
     """Its trace, if any: created by the user side before the code is called, ended by the bus side."""
+    is_direct: bool = False
+    """It came over a direct link, so that its response takes that too."""
     is_body_streamed: bool = False
     """The user side processes it although its body is incomplete."""
     # Both sides':

@@ -8,6 +8,8 @@ from typing import Final, Protocol, final
 
 import structlog
 
+from serve_common.direct.link import LARGE_BYTES_MIN, DirectLink, link_token
+from serve_common.direct.listening import inbox_of
 from serve_common.errors import RequestFailed, UserCodeRaised
 from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import encode_pub
@@ -67,6 +69,10 @@ class FrameSender:
     def __init__(self, publish: Publish, now: Callable[[], float]) -> None:
         """``now`` is `time.monotonic` or a fake."""
         self.publish = publish
+        self.links: Final[dict[bytes, DirectLink]] = {}
+        """The direct links that responses take, by reply subject; all others take the bus."""
+        self.link_to: Callable[[bytes], DirectLink | None] = lambda _inbox: None
+        """The open link to the router with an inbox."""
         self._now = now
         self._lost_response_logger = RateLimitedLogger(_log.warning)
 
@@ -79,12 +85,34 @@ class FrameSender:
         self.send_again(reply, frame, type(head).__name__)
         return frame
 
+    def post(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> None:
+        """As `send`, without a copy of a large body where a direct link takes it."""
+        link = self.links.get(reply) if self.links else None
+        if link is None or not link.send(link_token(reply), head, body):
+            self.send(reply, head, body)
+
     def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
         """Send an encoded frame. Raises as `send`."""
+        link = self.links.get(reply) if self.links else None
+        if link is not None and link.send_frame(link_token(reply), frame):
+            return
         try:
             self.publish(reply, frame)
         except (NotConnected, OutboundFull, InvalidSubject) as error:
             self._lost_response_logger.log(self._now(), "answer_lost", kind=kind, error=str(error))
+
+    def find_link(self, reply: bytes) -> None:
+        """Let a response that is worth a link take the open one to its router, if any."""
+        if reply not in self.links:
+            inbox = inbox_of(reply)
+            link = None if inbox is None else self.link_to(inbox)
+            if link is not None:
+                self.links[reply] = link
+
+    def drop_link(self, link: DirectLink) -> None:
+        """A link has ended: its responses take the bus."""
+        for reply in [reply for reply, used in self.links.items() if used is link]:
+            del self.links[reply]
 
 
 @final
@@ -174,6 +202,8 @@ class ResponseFrames:
     ) -> bool:
         """Send the head; returns False when it is invalid, and the exchange was failed instead."""
         head = ResponseHead(status, headers, last, len(self._slots.active) - 1)
+        if not last or len(body) >= LARGE_BYTES_MIN:
+            self._frames.find_link(exchange.reply)
         try:
             frame = self._frames.send(exchange.reply, head, body)
         except (FrameUnreadable, PayloadTooLarge) as error:
@@ -273,7 +303,7 @@ class ResponseFrames:
         sent_bytes = 0
         while (frame := outgoing.next_frame()) is not None:
             head, body = frame
-            self._frames.send(exchange.reply, head, body)
+            self._frames.post(exchange.reply, head, body)
             sent_bytes += len(body)
             if type(head) is MessageHead and head.last:
                 sent_bytes += MESSAGE_COST_BYTES
@@ -374,6 +404,7 @@ class DirectResponses:
             or now >= exchange.deadline
             or exchange.outgoing is not None
             or len(body) > FRAME_BYTES_MAX
+            or exchange.is_direct
             or not self._writer.can_write_shared
         ):
             self._io_queue(outcome)

@@ -210,6 +210,8 @@ class Slots:
         """``now`` is `time.monotonic` or a fake; ``on_free`` is called when one of ``waiting`` may get a slot."""
         self.waiting: Final = SlotQueue()
         self._on_free = on_free
+        self.on_left: Callable[[bytes], None] = lambda _reply: None
+        """Called with the reply subject of a request that nothing more is sent for; set by `ReplicaProtocol`."""
         self.active: dict[bytes, ReplicaRequest] = {}
         """Requests in flight by reply subject."""
         self.recent: Final = RecentReplies()
@@ -236,6 +238,8 @@ class Slots:
         now = self._now() if ended_at is None else ended_at
         if exchange.outgoing is not None:
             self._keep_or_forget(exchange, now)
+        else:
+            self.on_left(exchange.reply)
         self.recent.add(exchange.reply, exchange.last_frame, now)
         seconds = now - exchange.started_at
         self._ended_s += seconds
@@ -255,10 +259,12 @@ class Slots:
                 self.forget(next(iter(self.unacknowledged)))
         else:
             _discard(exchange)
+            self.on_left(exchange.reply)
 
     def forget(self, reply: bytes) -> None:
         """Forget one of `unacknowledged`."""
         _discard(self.unacknowledged.pop(reply))
+        self.on_left(reply)
 
     def forget_old(self, now: float) -> None:
         """Forget those of `unacknowledged` whose routers have been silent for `RETENTION_MIN_S`."""
@@ -269,6 +275,7 @@ class Slots:
     def leave_waiting(self, exchange: ReplicaRequest) -> None:
         """Count the time of a queued ``exchange`` that never got a slot."""
         self._ended_s += self._now() - exchange.started_at
+        self.on_left(exchange.reply)
 
     def ongoing_seconds(self, now: float) -> float:
         """Total seconds that requests have spent here so far, including queued ones and those in flight."""

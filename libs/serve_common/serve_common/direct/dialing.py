@@ -1,0 +1,197 @@
+"""A router's end of direct links: which replicas to dial, and the links that are open.
+
+No address is part of a snapshot: a router dials when it has a use for a link, by a `DialHead` on the replica's subject.
+What it was about to send takes the bus, so nothing ever waits for a link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol, final
+
+import structlog
+
+from serve_common.direct.link import DirectLink, machine_id
+from serve_common.direct.listening import IDLE_S, LINKS_MAX
+from serve_common.errors import ServeError
+from serve_common.names import ReplicaTag
+from serve_common.protocol.frames import DialHead, FrameUnreadable, LinkHead, decode_frame, encode_frame
+from serve_common.runtime.settings import DirectMode
+
+_log = structlog.get_logger(__name__)
+
+BUSY_REQUESTS: Final = 50
+"""Requests to one replica within `BUSY_S` seconds that are worth a link, where all requests may use one."""
+BUSY_S: Final = 10.0
+DIAL_TIMEOUT_S: Final = 5.0
+RETRY_S: Final = 30.0
+"""Seconds after a dial that failed in which the replica is not dialled again."""
+_TRACKED_MAX: Final = 10_000
+
+
+class Inbox(Protocol):
+    """What links need of `serve_common.nats.connection.Inbox`."""
+
+    def new_reply(
+        self, on_reply: Callable[[bytes, bytes, bytes | None], None], on_no_responders: Callable[[], None]
+    ) -> tuple[bytes, bytes]:
+        """Register a token; return it with its reply subject."""
+
+    def forget(self, token: bytes) -> None:
+        """Release a token."""
+
+    def deliver(self, token: bytes, payload: bytes) -> None:
+        """Bring a reply that came over a link to its callback."""
+
+
+Publish = Callable[[bytes, bytes, bytes], None]
+"""Publishes (subject, frame, reply) on the bus; raises a `ServeError`."""
+
+
+@final
+class DirectLinks:
+    """The links of one router; all methods run on its loop."""
+
+    def __init__(
+        self,
+        mode: DirectMode,
+        inbox: Inbox,
+        publish: Publish,
+        on_lost: Callable[[DirectLink], None],
+        *,
+        machine: str | None = None,
+    ) -> None:
+        """``on_lost`` is called when a link has ended, after its last frame."""
+        self.mode: Final = mode
+        self.dials = 0
+        self.failed_dials = 0
+        self.lost_links = 0
+        self._inbox = inbox
+        self._publish = publish
+        self._on_lost = on_lost
+        self._machine = machine_id() if machine is None else machine
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[ReplicaTag, DirectLink] = {}
+        self._dials: dict[ReplicaTag, asyncio.Task[None]] = {}
+        self._not_before: dict[ReplicaTag, float] = {}
+        self._requests: dict[ReplicaTag, tuple[float, int]] = {}
+        """Since when, and how many, for `DirectMode.ALL`."""
+
+    @property
+    def open_links(self) -> int:
+        """Number of open links."""
+        return len(self._links)
+
+    def for_request(self, replica: ReplicaTag, subject: bytes, *, is_large: bool) -> DirectLink | None:
+        """The link for a request that is about to be sent; None: it takes the bus. Dials when that is worth it."""
+        if self.mode is DirectMode.OFF:
+            return None
+        link = self._links.get(replica)
+        if link is not None:
+            return link if is_large or self.mode is DirectMode.ALL else None
+        if is_large or (self.mode is DirectMode.ALL and self._is_busy(replica)):
+            self.dial(replica, subject)
+        return None
+
+    def get(self, replica: ReplicaTag) -> DirectLink | None:
+        """The open link to ``replica``, if any."""
+        return self._links.get(replica)
+
+    def dial(self, replica: ReplicaTag, subject: bytes) -> None:
+        """Open a link to ``replica`` in the background, unless there is one, or it failed lately."""
+        if (
+            self.mode is DirectMode.OFF
+            or replica in self._links
+            or replica in self._dials
+            or not self._machine
+        ):
+            return
+        if self._loop.time() < self._not_before.get(replica, 0.0) or len(self._dials) >= LINKS_MAX:
+            return
+        self.dials += 1
+        task = self._dials[replica] = self._loop.create_task(self._dial(replica, subject))
+        task.add_done_callback(lambda _: self._dials.pop(replica, None))
+
+    def sweep(self) -> None:
+        """End links that were not used for `IDLE_S`; called now and then."""
+        now = self._loop.time()
+        for link in list(self._links.values()):
+            if now - link.last_used_at > IDLE_S:
+                link.close()
+        if len(self._not_before) > _TRACKED_MAX:
+            self._not_before.clear()
+
+    async def close(self) -> None:
+        """End all links and dials."""
+        dials = list(self._dials.values())
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
+        for link in list(self._links.values()):
+            link.close()
+
+    def _is_busy(self, replica: ReplicaTag) -> bool:
+        now = self._loop.time()
+        since, requests = self._requests.get(replica, (now, 0))
+        if now - since > BUSY_S:
+            since, requests = now, 0
+        if len(self._requests) > _TRACKED_MAX:
+            self._requests.clear()
+        self._requests[replica] = since, requests + 1
+        return requests >= BUSY_REQUESTS
+
+    async def _dial(self, replica: ReplicaTag, subject: bytes) -> None:
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                link = await self._connect(replica, await self._ask(subject))
+        except (OSError, TimeoutError, ServeError) as error:
+            self.failed_dials += 1
+            self._not_before[replica] = self._loop.time() + RETRY_S
+            _log.debug("direct_link_failed", replica_tag=replica, error=str(error) or type(error).__name__)
+            return
+        if len(self._links) >= LINKS_MAX:
+            min(self._links.values(), key=lambda each: each.last_used_at).close()
+        self._links[replica] = link
+        _log.debug("direct_link_opened", replica_tag=replica)
+
+    async def _ask(self, subject: bytes) -> LinkHead:
+        """Ask the replica over the bus for the way. Raises OSError when there is none."""
+        waiter: asyncio.Future[LinkHead] = self._loop.create_future()
+
+        def on_reply(payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
+            try:
+                head, _ = decode_frame(payload)
+            except FrameUnreadable:
+                return
+            if isinstance(head, LinkHead) and not waiter.done():
+                waiter.set_result(head)
+
+        def on_no_responders() -> None:
+            if not waiter.done():
+                waiter.set_result(LinkHead())
+
+        token, reply = self._inbox.new_reply(on_reply, on_no_responders)
+        try:
+            self._publish(subject, encode_frame(DialHead(self._machine)), reply)
+            found = await waiter
+        finally:
+            self._inbox.forget(token)
+        if not found.path:
+            raise ConnectionError("the replica offers no way")
+        return found
+
+    async def _connect(self, replica: ReplicaTag, way: LinkHead) -> DirectLink:
+        def ended(link: DirectLink) -> None:
+            if self._links.get(replica) is link:
+                del self._links[replica]
+                self.lost_links += 1
+            self._on_lost(link)
+
+        link = DirectLink(self._loop, self._take_frame, ended)
+        transport, _ = await self._loop.create_unix_connection(lambda: link, way.path)
+        transport.write(way.ticket)
+        return link
+
+    def _take_frame(self, _link: DirectLink, token: bytes, frame: bytes) -> None:
+        self._inbox.deliver(token.hex().encode(), frame)

@@ -1,0 +1,281 @@
+"""One direct link: an ordered byte stream between a router and a replica that carries frames of many requests.
+
+Why beside NATS: a body on the bus crosses the server and four more sockets. Why the frames are the same: a frame may
+take either way, and receivers order them (`serve_common.protocol.streams`), so a link that ends loses nothing.
+
+On the wire a frame is ``size (4 bytes, big endian) + token (8 bytes) + frame``. The token is the last one of the
+request's reply subject, as raw bytes; the rest of that subject is the router's inbox, which both ends know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, cast, final
+
+from serve_common.protocol.frames import (
+    FRAME_BODY_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    FrameUnreadable,
+    Head,
+    encode_head,
+)
+
+LARGE_BYTES_MIN: Final = 64 * 1024
+"""Bodies of this size and more are worth a link."""
+TOKEN_BYTES: Final = 8
+FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
+PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
+_PREFIX_BYTES: Final = 4 + TOKEN_BYTES
+_READ_BYTES: Final = 64 * 1024
+_WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
+"""Where the transport says "pause"; beyond it frames wait here, where small ones and other requests can go first."""
+_SMALL_BYTES_MAX: Final = 4 * 1024
+"""Frames up to this size are joined, and go before the bodies of other requests that wait."""
+
+_MACHINE_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
+
+Bytes = bytes | memoryview
+OnFrame = Callable[["DirectLink", bytes, bytes], None]
+"""Gets the link, the token and the frame, which may be a bytearray that is the receiver's own."""
+_Item = tuple[bytes, tuple[Bytes, ...], int]
+"""Token, pieces, and their size."""
+
+
+def machine_id() -> str:
+    """What this machine is known by: its boot id, which is equal in all containers of a machine and in no other.
+
+    Empty where there is none.
+    """
+    try:
+        return _MACHINE_FILE.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def link_token(reply: bytes) -> bytes:
+    """The token of a reply subject that ends in one. Raises ValueError for any other."""
+    return bytes.fromhex(reply[-2 * TOKEN_BYTES :].decode())
+
+
+@final
+class DirectLink(asyncio.BufferedProtocol):
+    """One end of a link. Frames may be sent from any thread, under one lock of the caller's; the rest is the loop's.
+
+    Why `BufferedProtocol`: a large frame is read into its own memory, without a copy in between.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_frame: OnFrame,
+        on_end: Callable[[DirectLink], None],
+        *,
+        on_batch_end: Callable[[], None] | None = None,
+        is_threaded: bool = False,
+    ) -> None:
+        """``on_batch_end`` is called when all frames of one read were delivered; ``is_threaded``: `send` may be called
+        on other threads than the loop's.
+        """
+        self.last_used_at = loop.time()
+        """When a frame was last sent or received, by the loop's clock."""
+        self.sent_frames = 0
+        self.received_frames = 0
+        self._loop = loop
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._on_batch_end = on_batch_end
+        self._is_threaded = is_threaded
+        self._transport: asyncio.Transport | None = None
+        self._is_ended = False
+        # reading
+        self._buffer = bytearray(_READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._large: bytearray | None = None
+        """A frame that is read into its own memory."""
+        self._large_view: memoryview = self._view
+        self._large_filled = 0
+        self._large_token = b""
+        # writing
+        self._new: deque[_Item] = deque()
+        """Not looked at yet by the loop."""
+        self._is_scheduled = False
+        self._is_paused = False
+        self._urgent: deque[_Item] = deque()
+        self._waiting: dict[bytes, deque[_Item]] = {}
+        """Frames by request; requests take turns."""
+        self._pending_bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """True while frames can be sent."""
+        return not self._is_ended and self._transport is not None
+
+    # -- what asyncio calls --
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
+        if self._large is not None:
+            return self._large_view[self._large_filled :]
+        return self._view[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._large is not None:
+            self._large_filled += nbytes
+            if self._large_filled < len(self._large):
+                return
+            frame, self._large = self._large, None
+            self._deliver(self._large_token, cast("bytes", frame))
+        else:
+            self._filled += nbytes
+            self._parse()
+        if self._on_batch_end is not None:
+            self._on_batch_end()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
+        self.close()
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._write_waiting()
+
+    # -- reading --
+
+    def _parse(self) -> None:
+        view, at, end = self._view, 0, self._filled
+        while end - at >= _PREFIX_BYTES and not self._is_ended:
+            size = int.from_bytes(view[at : at + 4], "big")
+            if size > FRAME_BYTES_MAX:
+                self.close()
+                return
+            start = at + _PREFIX_BYTES
+            token = bytes(view[at + 4 : start])
+            if end - start >= size:
+                self._deliver(token, bytes(view[start : start + size]))
+                at = start + size
+                continue
+            if size > _READ_BYTES // 4:
+                large = bytearray(size)
+                self._large_filled = end - start
+                large[: self._large_filled] = view[start:end]
+                self._large, self._large_view, self._large_token = large, memoryview(large), token
+                at = end
+            break
+        rest = end - at
+        if rest and at:
+            view[:rest] = bytes(view[at:end])
+        self._filled = rest
+
+    def _deliver(self, token: bytes, frame: bytes) -> None:
+        self.received_frames += 1
+        self._on_frame(self, token, frame)
+
+    # -- writing --
+
+    def send_frame(self, token: bytes, frame: bytes) -> bool:
+        """Send an encoded frame. False when the link has ended, or ends because too much waits."""
+        size = len(frame)
+        start = size.to_bytes(4, "big") + token
+        if size <= _SMALL_BYTES_MAX:
+            return self._add((token, (start + frame,), size + _PREFIX_BYTES))
+        return self._add((token, (start, frame), size + _PREFIX_BYTES))
+
+    def send(self, token: bytes, head: Head, body: Bytes = b"") -> bool:
+        """Send a frame without copying a large body. As `send_frame`. Raises `FrameUnreadable` as `encode_frame`."""
+        encoded = encode_head(head)
+        size = len(encoded) + len(body)
+        if size > FRAME_BYTES_MAX:
+            raise FrameUnreadable(f"a frame of {size} bytes exceeds {FRAME_BYTES_MAX}")
+        start = b"".join((size.to_bytes(4, "big"), token, encoded))
+        if size <= _SMALL_BYTES_MAX:
+            return self._add((token, (b"".join((start, body)),), size + _PREFIX_BYTES))
+        return self._add((token, (start, body), size + _PREFIX_BYTES))
+
+    def close(self) -> None:
+        """End the link at once; what was not written is lost. May be called twice; on the loop's thread only."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        for items in (self._new, self._urgent, self._waiting):
+            items.clear()
+        self._pending_bytes = 0
+        if self._transport is not None:
+            self._transport.abort()
+        self._on_end(self)
+
+    def _add(self, item: _Item) -> bool:
+        if self._is_ended:
+            return False
+        self._new.append(item)
+        self._pending_bytes += item[2]
+        self.sent_frames += 1
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            if self._is_threaded:
+                self._loop.call_soon_threadsafe(self._write_new)
+            else:
+                self._loop.call_soon(self._write_new)
+        return True
+
+    def _write_new(self) -> None:
+        self._is_scheduled = False  # before reading: what is added from now on is scheduled again
+        self.last_used_at = self._loop.time()
+        transport = self._transport
+        if transport is None or self._is_ended:
+            return
+        if self._pending_bytes > PENDING_BYTES_MAX:
+            self.close()
+            return
+        new, batch, batch_bytes = self._new, list[Bytes](), 0
+        while new and not self._is_paused and not self._waiting:
+            _, pieces, size = new.popleft()
+            batch += pieces
+            batch_bytes += size
+            if batch_bytes >= _WRITE_BUFFER_BYTES_MAX:
+                transport.writelines(batch)
+                self._pending_bytes -= batch_bytes
+                batch, batch_bytes = [], 0
+        if batch:
+            transport.writelines(batch)
+            self._pending_bytes -= batch_bytes
+        while new:
+            self._let_wait(new.popleft())
+
+    def _let_wait(self, item: _Item) -> None:
+        token, _, size = item
+        queue = self._waiting.get(token)
+        if queue is not None:
+            queue.append(item)  # a request's frames stay in order
+        elif size <= _SMALL_BYTES_MAX:
+            self._urgent.append(item)
+        else:
+            self._waiting[token] = deque((item,))
+
+    def _write_waiting(self) -> None:
+        transport = self._transport
+        while transport is not None and not self._is_paused and not self._is_ended:
+            if self._urgent:
+                item = self._urgent.popleft()
+            elif self._waiting:
+                token = next(iter(self._waiting))
+                queue = self._waiting.pop(token)
+                item = queue.popleft()
+                if queue:
+                    self._waiting[token] = queue  # behind the others
+            else:
+                return
+            self._pending_bytes -= item[2]
+            transport.writelines(item[1])

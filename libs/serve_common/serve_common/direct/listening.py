@@ -1,0 +1,250 @@
+"""A replica's end of direct links: who may connect, and the links that are open.
+
+The bus is the one authority: only who may publish on the replica's subject, and receive on the inbox that it names,
+gets a ticket. A ticket is 256 random bits, good for one connection within seconds, and bound to that inbox: requests on
+the link can name no other. The socket lies in a directory that only Muster's processes can enter, and the peer's user
+is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final, cast, final
+
+import structlog
+
+from serve_common.direct.link import DirectLink, OnFrame, machine_id
+from serve_common.protocol.frames import LinkHead
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_lines import RateLimitedLogger
+
+_log = structlog.get_logger(__name__)
+
+TICKET_BYTES: Final = 32
+TICKET_S: Final = 5.0
+"""Seconds for which a ticket is good, and for which a connection may be without one."""
+TICKETS_MAX: Final = 64
+"""Most tickets, and most connections without one, at a time."""
+LINKS_MAX: Final = 256
+"""Most open links of a process; beyond it the one that was idle longest is ended."""
+IDLE_S: Final = 300.0
+"""Seconds without a frame after which a link is ended."""
+_SWEEP_S: Final = 30.0
+_INBOX: Final = b"_INBOX"
+_TOKEN_DIGITS: Final = 16
+_HEX: Final = frozenset(b"0123456789abcdef")
+
+
+def inbox_of(reply: bytes) -> bytes | None:
+    """The router's inbox with its last dot, of a reply subject that ends in a token; None for any other subject.
+
+    Subjects that a server made, as for requests from another account, name no inbox.
+    """
+    inbox, token = reply[:-_TOKEN_DIGITS], reply[-_TOKEN_DIGITS:]
+    is_token = len(token) == _TOKEN_DIGITS and _HEX.issuperset(token)
+    return inbox if is_token and inbox.startswith(_INBOX) and inbox.endswith(b".") else None
+
+
+@final
+class LinkListener:
+    """Offers and accepts links; all methods but `offer` and `link_to` run on the loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        uids: Collection[int],
+        *,
+        on_frame: OnFrame,
+        on_end: Callable[[DirectLink], None],
+        on_batch_end: Callable[[], None],
+        machine: str | None = None,
+    ) -> None:
+        """``directory`` is where the socket is made; ``uids`` are the users whose processes may connect."""
+        self._path = directory / secrets.token_hex(16)
+        self._machine = machine_id() if machine is None else machine
+        self._uids = frozenset(uids)
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._on_batch_end = on_batch_end
+        self._loop = asyncio.get_running_loop()
+        self._tickets: dict[bytes, tuple[bytes, float]] = {}
+        """Inbox, and until when it is good, by ticket; oldest first."""
+        self._unknown: set[_Arrival] = set()
+        self._links: dict[bytes, DirectLink] = {}
+        """Open links by inbox."""
+        self._inboxes: dict[DirectLink, bytes] = {}
+        self._server: asyncio.Server | None = None
+        self._refusals = RateLimitedLogger(_log.warning)
+
+    async def start(self, tasks: TaskOwner) -> None:
+        """Listen, in a directory that is made where it is missing. Raises OSError when the socket cannot be made."""
+        self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        self._server = await self._loop.create_unix_server(lambda: _Arrival(self), str(self._path))
+        # The directory decides who may come near; other users of it need the right to write, to connect.
+        self._path.chmod(0o660)
+        tasks.start(self._sweep(), "direct_links")
+
+    async def close(self) -> None:
+        """End everything."""
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        for arrival in list(self._unknown):
+            arrival.refuse("the replica ends")
+        for link in list(self._inboxes):
+            link.close()
+
+    def offer(self, reply: bytes, machine: str) -> LinkHead:
+        """Answer a `DialHead`, on any thread."""
+        inbox = inbox_of(reply)
+        if inbox is None or not machine or machine != self._machine or self._server is None:
+            return LinkHead()
+        if len(self._tickets) >= TICKETS_MAX:
+            self._drop_old_tickets()
+            if len(self._tickets) >= TICKETS_MAX:
+                return LinkHead()
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        self._tickets[ticket] = inbox, self._loop.time() + TICKET_S
+        return LinkHead(str(self._path), ticket)
+
+    def link_to(self, inbox: bytes) -> DirectLink | None:
+        """The open link to the router with this inbox, on any thread."""
+        return self._links.get(inbox)
+
+    def inbox(self, link: DirectLink) -> bytes:
+        """The inbox of a link's router."""
+        return self._inboxes[link]
+
+    @property
+    def open_links(self) -> int:
+        """Number of open links."""
+        return len(self._links)
+
+    # -- arrivals --
+
+    def arrive(self, arrival: _Arrival) -> str | None:
+        """A connection was made; returns why it is refused."""
+        if len(self._unknown) >= TICKETS_MAX:
+            return "too many connections without a ticket"
+        uid = _peer_uid(arrival.transport)
+        if uid not in self._uids:
+            return f"the peer's user is {uid}"
+        self._unknown.add(arrival)
+        self._loop.call_later(TICKET_S, arrival.expire)
+        return None
+
+    def leave(self, arrival: _Arrival) -> None:
+        """A connection without a ticket has ended."""
+        self._unknown.discard(arrival)
+
+    def log_refusal(self, reason: str) -> None:
+        """Log why a connection was refused."""
+        self._refusals.log(self._loop.time(), "direct_link_refused", reason=reason)
+
+    def admit(self, arrival: _Arrival, ticket: bytes) -> DirectLink | None:
+        """Exchange a ticket for a link; None when it is not good."""
+        inbox, until = self._tickets.pop(ticket, (b"", 0.0))
+        if not inbox or self._loop.time() > until:
+            return None
+        self._unknown.discard(arrival)
+        former = self._links.get(inbox)
+        if former is not None:
+            former.close()
+        if len(self._links) >= LINKS_MAX:
+            min(self._inboxes, key=lambda link: link.last_used_at).close()
+        link = DirectLink(
+            self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end, is_threaded=True
+        )
+        self._links[inbox] = link
+        self._inboxes[link] = inbox
+        return link
+
+    def _ended(self, link: DirectLink) -> None:
+        inbox = self._inboxes.pop(link, b"")
+        if self._links.get(inbox) is link:
+            del self._links[inbox]
+        self._on_end(link)
+
+    # -- time --
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._drop_old_tickets()
+            now = self._loop.time()
+            for link in list(self._inboxes):
+                if now - link.last_used_at > IDLE_S:
+                    link.close()
+
+    def _drop_old_tickets(self) -> None:
+        now = self._loop.time()
+        for ticket, (_, until) in list(self._tickets.items()):
+            if now > until:
+                self._tickets.pop(ticket, None)
+
+
+@final
+class _Arrival(asyncio.Protocol):
+    """A connection until its ticket has arrived; then its transport is a link's."""
+
+    def __init__(self, listener: LinkListener) -> None:
+        self.transport: asyncio.Transport
+        self._listener = listener
+        self._data = b""
+        self._is_over = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        reason = self._listener.arrive(self)
+        if reason is not None:
+            self.refuse(reason)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        self._data += data
+        if len(self._data) < TICKET_BYTES:
+            return
+        ticket, rest = self._data[:TICKET_BYTES], self._data[TICKET_BYTES:]
+        link = self._listener.admit(self, ticket)
+        if link is None:
+            self.refuse("its ticket is not good")
+            return
+        self._is_over = True
+        link.connection_made(self.transport)
+        self.transport.set_protocol(link)
+        while rest:
+            buffer = link.get_buffer(len(rest))
+            part, rest = rest[: len(buffer)], rest[len(buffer) :]
+            buffer[: len(part)] = part
+            link.buffer_updated(len(part))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
+        self._listener.leave(self)
+
+    def expire(self) -> None:
+        """The ticket did not come in time."""
+        if not self._is_over:
+            self.refuse("no ticket within seconds")
+
+    def refuse(self, reason: str) -> None:
+        """End the connection."""
+        self._is_over = True
+        self._listener.leave(self)
+        self._listener.log_refusal(reason)
+        self.transport.abort()
+
+
+def _peer_uid(transport: asyncio.Transport) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    peer: socket.socket = transport.get_extra_info("socket")
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(uid)
