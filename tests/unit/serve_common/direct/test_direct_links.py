@@ -1,0 +1,373 @@
+"""Direct links over real Unix sockets: what is carried, in which order, who may connect, and what ends a link."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serve_common.direct import listening
+from serve_common.direct.dialing import BUSY_REQUESTS, DirectLinks
+from serve_common.direct.link import FRAME_BYTES_MAX, PENDING_BYTES_MAX, DirectLink, link_token
+from serve_common.direct.listening import LinkListener, inbox_of
+from serve_common.errors import BusUnavailable
+from serve_common.names import ReplicaTag
+from serve_common.protocol.frames import (
+    FRAME_BODY_BYTES_MAX,
+    BodyHead,
+    CancelHead,
+    DialHead,
+    Head,
+    LinkHead,
+    decode_frame,
+    encode_frame,
+)
+from serve_common.runtime.settings import DirectMode
+from serve_common.runtime.tasks import TaskOwner
+from tests.support.waiting import eventually
+
+REPLICA = ReplicaTag("d/a#1")
+SUBJECT = b"serve.replica.d.a.1"
+INBOX = b"_INBOX_proxy.p1.x."
+MACHINE = "this-machine"
+
+
+class Inbox:
+    """Callbacks by token, as the router's."""
+
+    def __init__(self) -> None:
+        self.receivers: dict[bytes, Callable[[bytes, bytes, bytes | None], None]] = {}
+        self.delivered: list[tuple[bytes, bytes]] = []
+
+    def new_reply(self, on_reply, on_no_responders) -> tuple[bytes, bytes]:
+        token = random.randbytes(8).hex().encode()
+        self.receivers[token] = on_reply
+        return token, INBOX + token
+
+    def forget(self, token: bytes) -> None:
+        del self.receivers[token]
+
+    def deliver(self, token: bytes, payload: bytes) -> None:
+        self.delivered.append((token, bytes(payload)))
+
+
+class World:
+    """A router and a replica whose bus only carries dials."""
+
+    def __init__(
+        self, directory: Path, mode: DirectMode = DirectMode.BODIES, uids: tuple[int, ...] | None = None
+    ):
+        self.inbox = Inbox()
+        self.taken: list[tuple[DirectLink, bytes, bytes]] = []
+        self.ended: list[DirectLink] = []
+        self.lost: list[DirectLink] = []
+        self.dialled: list[bytes] = []
+        self.is_bus_away = False
+        self.answer: Callable[[bytes, str], LinkHead] = lambda reply, machine: self.listener.offer(
+            reply, machine
+        )
+        self.listener = LinkListener(
+            directory,
+            (0, __import__("os").getuid()) if uids is None else uids,
+            on_frame=lambda link, token, frame: self.taken.append((link, token, bytes(frame))),
+            on_end=self.ended.append,
+            on_batch_end=lambda: None,
+            machine=MACHINE,
+        )
+        self.links = DirectLinks(mode, self.inbox, self._publish, self.lost.append, machine=MACHINE)
+        self.tasks = TaskOwner("test")
+
+    def _publish(self, subject: bytes, frame: bytes, reply: bytes) -> None:
+        if self.is_bus_away:
+            raise BusUnavailable("away")
+        self.dialled.append(subject)
+        head, _ = decode_frame(frame)
+        assert isinstance(head, DialHead)
+        answer = encode_frame(self.answer(reply, head.machine))
+        asyncio.get_running_loop().call_soon(self.inbox.receivers[reply[len(INBOX) :]], answer, b"", None)
+
+    async def dial(self) -> DirectLink:
+        """Open a link, and wait until both ends have it."""
+        assert self.links.for_request(REPLICA, SUBJECT, is_large=True) is None, "the first takes the bus"
+        await eventually(lambda: self.links.open_links == self.listener.open_links == 1)
+        link = self.links.get(REPLICA)
+        assert link is not None
+        return link
+
+    @property
+    def other_end(self) -> DirectLink:
+        link = self.listener.link_to(INBOX)
+        assert link is not None
+        return link
+
+
+@pytest.fixture
+async def world(tmp_path):
+    world = World(tmp_path / "direct")
+    await world.listener.start(world.tasks)
+    yield world
+    await world.links.close()
+    await world.listener.close()
+    await world.tasks.close(5)
+    assert list((tmp_path / "direct").iterdir()) == []
+
+
+def frame_of(size: int, sequence: int = 1) -> tuple[Head, bytes]:
+    return BodyHead(sequence, False), random.Random(size).randbytes(size)
+
+
+async def test_frames_of_every_size_arrive_whole_and_in_order_both_ways(world: World) -> None:
+    link = await world.dial()
+    sizes = [
+        0,
+        1,
+        4_000,
+        5_000,
+        16_300,
+        16_400,
+        65_500,
+        65_600,
+        FRAME_BODY_BYTES_MAX,
+        3,
+        FRAME_BODY_BYTES_MAX,
+        0,
+    ]
+    expected = []
+    for number, size in enumerate(sizes * 3):
+        head, body = frame_of(size, number)
+        token = b"%08d" % (number % 5)
+        expected.append((token, encode_frame(head, body)))
+        if number % 2:
+            assert link.send(token, head, body)
+            assert world.other_end.send_frame(token, encode_frame(head, body))
+        else:
+            assert link.send_frame(token, encode_frame(head, body))
+            assert world.other_end.send(token, head, memoryview(body))
+    await eventually(lambda: len(world.taken) == len(world.inbox.delivered) == len(expected))
+    for name in {token for token, _ in expected}:  # the frames of different requests may overtake one another
+        wanted = [frame for token, frame in expected if token == name]
+        assert [frame for _, token, frame in world.taken if token == name] == wanted
+        assert [frame for token, frame in world.inbox.delivered if token == name.hex().encode()] == wanted
+    assert world.listener.inbox(world.taken[0][0]) == INBOX
+
+
+@pytest.mark.parametrize("step", [1, 7, 64, 1_000, 70_000])
+async def test_bytes_that_come_in_any_pieces_are_the_same_frames(step: int) -> None:
+    taken: list[tuple[bytes, bytes]] = []
+    link = DirectLink(
+        asyncio.get_running_loop(),
+        lambda _link, token, frame: taken.append((token, bytes(frame))),
+        lambda _link: None,
+    )
+    sizes = (10, 0, 17_000, FRAME_BODY_BYTES_MAX, 3) if step > 60 else (10, 0, 17_000, 3)
+    frames = [(b"%08d" % size, encode_frame(*frame_of(size))) for size in sizes]
+    stream = b"".join(len(frame).to_bytes(4, "big") + token + frame for token, frame in frames)
+    for at in range(0, len(stream), step):
+        piece = memoryview(stream)[at : at + step]
+        while piece:
+            buffer = link.get_buffer(-1)
+            count = min(len(buffer), len(piece))
+            buffer[:count] = piece[:count]
+            link.buffer_updated(count)
+            piece = piece[count:]
+    assert taken == frames
+
+
+async def test_a_frame_that_is_too_large_ends_the_link(world: World) -> None:
+    await world.dial()
+    _, writer = await asyncio.open_unix_connection(world.listener._path)
+    writer.write(world.listener.offer(b"_INBOX.other." + b"0" * 16, MACHINE).ticket)
+    await eventually(lambda: world.listener.open_links == 2)
+    writer.write((FRAME_BYTES_MAX + 1).to_bytes(4, "big") + b"12345678")
+    await eventually(lambda: world.listener.open_links == 1)
+    assert len(world.ended) == 1
+    writer.close()
+
+
+async def test_a_small_frame_of_another_request_does_not_wait_behind_bodies(world: World) -> None:
+    link = await world.dial()
+    world.other_end._transport.pause_reading()  # type: ignore[union-attr] - it is open
+    for number in range(40):
+        link.send(b"upload-1", *frame_of(FRAME_BODY_BYTES_MAX, number))
+        link.send(b"upload-2", *frame_of(FRAME_BODY_BYTES_MAX, number))
+    await asyncio.sleep(0.01)
+    assert link.send(b"noop-000", CancelHead())
+    await asyncio.sleep(0.01)
+    world.other_end._transport.resume_reading()  # type: ignore[union-attr] - as above
+    await eventually(lambda: len(world.taken) == 81)
+    tokens = [token for _, token, _ in world.taken]
+    assert tokens.index(b"noop-000") < 20, "what the sockets held went first"
+    for name in (b"upload-1", b"upload-2"):
+        sequences = [decode_frame(frame)[0].sequence for _, token, frame in world.taken if token == name]  # type: ignore[union-attr]
+        assert sequences == list(range(40))
+    turns = [token for token in tokens[30:] if token != b"noop-000"]
+    assert all(one != two for one, two in itertools.pairwise(turns)), "requests take turns"
+
+
+async def test_a_peer_that_does_not_read_ends_the_link(world: World) -> None:
+    link = await world.dial()
+    world.other_end._transport.pause_reading()  # type: ignore[union-attr] - it is open
+    body = bytes(FRAME_BODY_BYTES_MAX)
+    for number in range(PENDING_BYTES_MAX // FRAME_BODY_BYTES_MAX + 10):
+        link.send(b"12345678", BodyHead(number, False), body)
+    await eventually(lambda: not link.is_open)
+    assert not link.send(b"12345678", CancelHead())
+    assert world.lost == [link]
+
+
+async def test_a_link_that_ends_is_forgotten_by_both_ends_and_dialled_again(world: World) -> None:
+    for _ in range(3):
+        link = await world.dial()
+        link.send(b"12345678", CancelHead())
+        await asyncio.sleep(0.01)
+        link._transport.close()  # type: ignore[union-attr] - it is open
+        await eventually(lambda: world.links.open_links == world.listener.open_links == 0)
+    assert len(world.taken) == 3, "what was written before the end has come"
+    assert len(world.lost) == len(world.ended) == 3
+
+
+async def test_a_router_that_dials_again_replaces_its_former_link(world: World) -> None:
+    await world.dial()
+    former = world.other_end
+    ticket = world.listener.offer(INBOX + b"f" * 16, MACHINE).ticket
+    _, writer = await asyncio.open_unix_connection(world.listener._path)
+    writer.write(ticket + (2).to_bytes(4, "big") + b"12345678" + b"\x00\x00")
+    await eventually(lambda: not former.is_open and len(world.taken) == 1)
+    assert world.listener.open_links == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("first", [b"x" * 32, b"", b"\x00" * 31])
+async def test_who_has_no_good_ticket_is_put_out(world: World, first: bytes, monkeypatch) -> None:
+    monkeypatch.setattr(listening, "TICKET_S", 0.05)
+    reader, writer = await asyncio.open_unix_connection(world.listener._path)
+    writer.write(first)
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+    assert world.listener.open_links == 0
+
+
+async def test_a_ticket_is_good_once_and_for_seconds(world: World, monkeypatch) -> None:
+    ticket = world.listener.offer(INBOX + b"0" * 16, MACHINE).ticket
+    monkeypatch.setattr(listening, "TICKET_S", -1.0)
+    late = world.listener.offer(INBOX + b"1" * 16, MACHINE).ticket
+    monkeypatch.undo()
+    readers = []
+    for each in (ticket, ticket, late):
+        reader, writer = await asyncio.open_unix_connection(world.listener._path)
+        writer.write(each)
+        await writer.drain()
+        readers.append((reader, writer))
+        await asyncio.sleep(0.02)
+    for reader, _ in readers[1:]:
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    assert world.listener.open_links == 1
+    for _, writer in readers:
+        writer.close()
+
+
+async def test_a_process_of_another_user_is_put_out(tmp_path: Path) -> None:
+    world = World(tmp_path, uids=(4_000_000,))
+    await world.listener.start(world.tasks)
+    ticket = world.listener.offer(INBOX + b"0" * 16, MACHINE).ticket
+    reader, writer = await asyncio.open_unix_connection(world.listener._path)
+    writer.write(ticket)
+    with contextlib.suppress(ConnectionResetError):  # it was put out before it had written
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+    assert world.listener.open_links == 0
+    await world.listener.close()
+    await world.tasks.close(5)
+
+
+async def test_tickets_and_connections_without_one_are_bounded(world: World, monkeypatch) -> None:
+    offers = [world.listener.offer(INBOX + b"%016x" % number, MACHINE) for number in range(100)]
+    assert sum(bool(offer.path) for offer in offers) == listening.TICKETS_MAX
+    monkeypatch.setattr(listening, "TICKETS_MAX", 3)
+    pairs = [await asyncio.open_unix_connection(world.listener._path) for _ in range(5)]
+    for reader, _ in pairs[3:]:
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    assert len(world.listener._unknown) == 3
+    for _, writer in pairs:
+        writer.close()
+
+
+async def test_beyond_the_limit_the_link_that_is_idle_longest_ends(world: World, monkeypatch) -> None:
+    monkeypatch.setattr(listening, "LINKS_MAX", 3)
+    writers = []
+    for number in range(4):
+        ticket = world.listener.offer(b"_INBOX.r%d." % number + b"0" * 16, MACHINE).ticket
+        _, writer = await asyncio.open_unix_connection(world.listener._path)
+        writer.write(ticket)
+        await eventually(lambda number=number: world.listener.link_to(b"_INBOX.r%d." % number) is not None)
+        writers.append(writer)
+    assert world.listener.open_links == 3
+    assert world.listener.link_to(b"_INBOX.r0.") is None
+    for writer in writers:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"_R_.abc." + b"0" * 16,
+        b"_INBOX.p." + b"0" * 15,
+        b"_INBOX.p." + b"G" * 16,
+        b"",
+        b"serve.x." + b"0" * 16,
+    ],
+)
+async def test_only_inboxes_with_tokens_are_offered_a_way(world: World, reply: bytes) -> None:
+    assert inbox_of(reply) is None
+    assert world.listener.offer(reply, MACHINE) == LinkHead()
+
+
+async def test_another_machine_is_offered_no_way_and_is_not_asked_again_soon(world: World) -> None:
+    world.answer = lambda reply, _machine: world.listener.offer(reply, "another")
+    for _ in range(3):
+        world.links.for_request(REPLICA, SUBJECT, is_large=True)
+        await eventually(lambda: not world.links._dials)
+    assert (world.links.dials, world.links.failed_dials) == (1, 1)
+    world.links._not_before.clear()
+    world.is_bus_away = True
+    world.links.for_request(REPLICA, SUBJECT, is_large=True)
+    await eventually(lambda: world.links.failed_dials == 2)
+    assert world.inbox.receivers == {}
+
+
+async def test_what_is_small_takes_the_bus_unless_all_is_direct(tmp_path: Path, world: World) -> None:
+    for _ in range(2 * BUSY_REQUESTS):
+        assert world.links.for_request(REPLICA, SUBJECT, is_large=False) is None
+    assert world.links.dials == 0
+    await world.dial()
+    assert world.links.for_request(REPLICA, SUBJECT, is_large=False) is None
+    for mode, dials in ((DirectMode.OFF, 0), (DirectMode.ALL, 1)):
+        links = DirectLinks(mode, world.inbox, world._publish, world.lost.append, machine=MACHINE)
+        for _ in range(BUSY_REQUESTS):
+            assert links.for_request(REPLICA, SUBJECT, is_large=False) is None
+        assert links.dials == 0
+        links.for_request(REPLICA, SUBJECT, is_large=mode is DirectMode.OFF)
+        assert links.dials == dials
+        if dials:
+            await eventually(lambda links=links: links.open_links == 1)
+            assert links.for_request(REPLICA, SUBJECT, is_large=False) is not None
+        await links.close()
+
+
+async def test_links_that_are_idle_end(world: World, monkeypatch) -> None:
+    await world.dial()
+    world.links.sweep()
+    assert world.links.open_links == 1
+    monkeypatch.setattr("serve_common.direct.dialing.IDLE_S", -1.0)
+    world.links.sweep()
+    assert world.links.open_links == 0
+    await eventually(lambda: world.listener.open_links == 0)
+
+
+def test_a_token_is_the_end_of_a_reply_subject() -> None:
+    assert link_token(b"_INBOX.p.0123456789abcdef") == bytes.fromhex("0123456789abcdef")
