@@ -68,9 +68,6 @@ class World:
         self.lost: list[DirectLink] = []
         self.dialled: list[bytes] = []
         self.is_bus_away = False
-        self.answer: Callable[[bytes, str], LinkHead] = lambda reply, machine: self.listener.offer(
-            reply, machine
-        )
         self.listener = LinkListener(
             directory,
             (0, __import__("os").getuid()) if uids is None else uids,
@@ -79,6 +76,7 @@ class World:
             on_batch_end=lambda: None,
             machine=MACHINE,
         )
+        self.answer: Callable[[bytes, str], LinkHead] = self.listener.offer
         self.links = DirectLinks(mode, self.inbox, self._publish, self.lost.append, machine=MACHINE)
         self.tasks = TaskOwner("test")
 
