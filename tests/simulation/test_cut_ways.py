@@ -457,6 +457,34 @@ async def test_many_requests_at_once_survive_any_row_of_cuts(
     await asyncio.wait([beat])
 
 
+async def test_requests_go_on_over_links_while_the_bus_is_away() -> None:
+    app = App()
+    plane = Plane(app.asgi, DirectMode.ALL)
+    plane.is_connected = False
+    plane.replica.bus_lost()
+    for story in STORIES.values():
+        await story(plane)
+    assert app.runs == len(STORIES)
+    task = asyncio.get_running_loop().create_task(plane.ask("/a/echo", BODY))
+    await asyncio.sleep(0)
+    plane.cut_link(opens_again=False)
+    await asyncio.sleep(0.01)
+    assert not task.done(), "neither way is there, so it waits"
+    plane._join_bus()
+    assert await task == (200, BODY)
+    assert app.runs == len(STORIES) + 1
+
+
+async def test_without_links_requests_wait_for_the_bus() -> None:
+    plane = Plane(App().asgi, DirectMode.BODIES)
+    plane.is_connected = False
+    task = asyncio.get_running_loop().create_task(plane.ask("/a/echo", b"x"))
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    plane._join_bus()
+    assert await task == (200, b"x")
+
+
 async def _as_coroutine(story: Callable[[Plane], Awaitable[None]], plane: Plane) -> None:
     await story(plane)
 

@@ -83,6 +83,11 @@ class DirectLinks:
         """Number of open links."""
         return len(self._links)
 
+    @property
+    def carry_all(self) -> bool:
+        """True when requests can be sent without the bus, to some replicas."""
+        return self.mode is DirectMode.ALL and bool(self._links)
+
     def for_request(self, replica: ReplicaTag, subject: bytes, *, is_large: bool) -> DirectLink | None:
         """The link for a request that is about to be sent; None: it takes the bus. Dials when that is worth it."""
         if self.mode is DirectMode.OFF:

@@ -291,7 +291,7 @@ class Dispatcher:
 
     def submit(self, call: Call) -> None:
         """Choose a router for a call that has none; it is sent, or waits, or ends."""
-        if not self._outgoing.is_connected:
+        if not self._outgoing.is_connected and not self._outgoing.links.carry_all:
             self._pending_reconnect.wait_for_bus(call)
             return
         outcome = self._choosing.choose(call)
@@ -313,6 +313,10 @@ class Dispatcher:
         except NotConnected:
             if call.spec.trace is not None:
                 call.spec.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
+            links = self._outgoing.links
+            if links.carry_all and any(links.get(other) is not None for other in router.running()):
+                self._outgoing.drop(call)
+                return router.refused(call.key, replica, Refusal.BUSY, self._loop.time())
             freed = self._release(call, router)
             self._pending_reconnect.wait_for_bus(call)
             return freed
@@ -462,7 +466,7 @@ class RequestTimers:
             self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
             return
         since_s = now - max(attempt.last_seen_at, attempt.probed_at)
-        if not self._outgoing.is_bus_responsive:
+        if not self._outgoing.is_bus_responsive and attempt.response_link is None and attempt.link is None:
             return  # probes would queue there, and all arrive at once
         if since_s >= PROBE_AFTER_S or (
             since_s >= PATIENCE_S / 8 and not call.status and since_s >= _probe_after_s(call, attempt)
