@@ -148,6 +148,12 @@ SECTIONS: Final = (
             Variable("MUSTER_NATS_PASSWORD", _OF_PLAIN_USER.format("MUSTER_NATS_PASSWORD"), ""),
             Variable("MUSTER_NATS_TLS_CA_FILE", (BusSettings, "tls_ca_file")),
             Variable("MUSTER_SUBJECT_PREFIX", (BusSettings, "subject_prefix")),
+            Variable(
+                "MUSTER_DIRECT",
+                "What takes [direct links](../concepts.md#direct-links) between routers and replicas instead of NATS: "
+                "`off`, `bodies` (large bodies, streams and WebSockets) or `all`. Proxies and replica hosts read it.",
+            ),
+            Variable("MUSTER_DIRECT_DIR", (BusSettings, "direct_dir"), "replicas accept no direct links"),
             Variable("MUSTER_OPS_HOST", (OperationsSettings, "host")),
             Variable(
                 "MUSTER_OPS_PORT",

@@ -170,6 +170,7 @@ class Proxy:
                 connections=lambda: self.http.connections,
                 dropped_calls=lambda: self._gateway.dropped_calls,
                 memory=self._ingress.memory,
+                links=self._links,
             )
         )
         register_trace_metrics(registry, self._tracing)

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from serve_common.clock import SystemClock
@@ -64,7 +65,9 @@ async def run_host(  # noqa: PLR0915 - it wires everything
         metrics.count_reconnect()
         shell.report_now()
 
-    identified = IdentifiedReplicas(runtime, settings.replica_bus, settings.replica_identity_s)
+    # Proxies on this machine are of the host's user, also in compose.
+    replica_bus = msgspec.structs.replace(settings.replica_bus, direct_uids=(0, os.geteuid()))
+    identified = IdentifiedReplicas(runtime, replica_bus, settings.replica_identity_s)
 
     def publish_evaluation(payload: bytes) -> None:
         tasks.start(bus.publish_evaluation(payload), "publish_evaluation")

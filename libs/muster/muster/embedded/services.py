@@ -194,6 +194,7 @@ class ServiceSpecs:
             state = hashlib.sha256(os.fsencode(self._paths.root.resolve())).hexdigest()[:12]
             own["MUSTER_RAY_TEMP_DIR"] = f"/tmp/muster-ray-{state}"  # noqa: S108 - made that user's alone
             own["PROMETHEUS_MULTIPROC_DIR"] = ""
+            own["MUSTER_DIRECT_DIR"] = ""
         if self._options.ray_address:
             own["RAY_ADDRESS"] = self._options.ray_address
         if self._options.num_cpus is not None:

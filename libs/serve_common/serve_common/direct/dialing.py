@@ -64,9 +64,14 @@ class DirectLinks:
     ) -> None:
         """``on_lost`` is called when a link has ended, after its last frame."""
         self.mode: Final = mode
-        self.dials = 0
-        self.failed_dials = 0
-        self.lost_links = 0
+        self.opened = 0
+        """Links that were opened so far."""
+        self.failed = 0
+        """Dials that failed."""
+        self.lost = 0
+        """Links that were open and have ended."""
+        self._ended_frames = (0, 0)
+        """Frames that ended links have sent and received."""
         self._inbox = inbox
         self._publish = publish
         self._on_lost = on_lost
@@ -87,6 +92,15 @@ class DirectLinks:
     def carry_all(self) -> bool:
         """True when requests can be sent without the bus, to some replicas."""
         return self.mode is DirectMode.ALL and bool(self._links)
+
+    def count_frames(self) -> tuple[int, int]:
+        """Frames that were sent and received over links so far; for any thread."""
+        links = list(self._links.values())
+        sent, received = self._ended_frames
+        return (
+            sent + sum(link.sent_frames for link in links),
+            received + sum(link.received_frames for link in links),
+        )
 
     def for_request(self, replica: ReplicaTag, subject: bytes, *, is_large: bool) -> DirectLink | None:
         """The link for a request that is about to be sent; None: it takes the bus. Dials when that is worth it."""
@@ -114,7 +128,6 @@ class DirectLinks:
             return
         if self._loop.time() < self._not_before.get(replica, 0.0) or len(self._dials) >= LINKS_MAX:
             return
-        self.dials += 1
         task = self._dials[replica] = self._loop.create_task(self._dial(replica, subject))
         task.add_done_callback(lambda _: self._dials.pop(replica, None))
 
@@ -151,13 +164,14 @@ class DirectLinks:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
                 link = await self._connect(replica, await self._ask(subject))
         except (OSError, TimeoutError, ServeError) as error:
-            self.failed_dials += 1
+            self.failed += 1
             self._not_before[replica] = self._loop.time() + RETRY_S
             _log.debug("direct_link_failed", replica_tag=replica, error=str(error) or type(error).__name__)
             return
         if len(self._links) >= LINKS_MAX:
             min(self._links.values(), key=lambda each: each.last_used_at).close()
         self._links[replica] = link
+        self.opened += 1
         _log.debug("direct_link_opened", replica_tag=replica)
 
     async def _ask(self, subject: bytes) -> LinkHead:
@@ -190,7 +204,9 @@ class DirectLinks:
         def ended(link: DirectLink) -> None:
             if self._links.get(replica) is link:
                 del self._links[replica]
-                self.lost_links += 1
+                self.lost += 1
+                sent, received = self._ended_frames
+                self._ended_frames = (sent + link.sent_frames, received + link.received_frames)
             self._on_lost(link)
 
         link = DirectLink(self._loop, self._take_frame, ended)

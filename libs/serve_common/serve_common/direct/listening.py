@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import socket
 import struct
@@ -36,6 +37,9 @@ LINKS_MAX: Final = 256
 IDLE_S: Final = 300.0
 """Seconds without a frame after which a link is ended."""
 _SWEEP_S: Final = 30.0
+_DEAD_SOCKETS_MAX: Final = 1_000
+_NEW_S: Final = 60.0
+"""Seconds in which a socket may be bound and not listened on yet."""
 _INBOX: Final = b"_INBOX"
 _TOKEN_DIGITS: Final = 16
 _HEX: Final = frozenset(b"0123456789abcdef")
@@ -88,6 +92,7 @@ class LinkListener:
         self._server = await self._loop.create_unix_server(lambda: _Arrival(self), str(self._path))
         # The directory decides who may come near; other users of it need the right to write, to connect.
         self._path.chmod(0o660)
+        _remove_dead_sockets(self._path)
         tasks.start(self._sweep(), "direct_links")
 
     async def close(self) -> None:
@@ -248,3 +253,18 @@ def _peer_uid(transport: asyncio.Transport) -> int:
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
+
+
+def _remove_dead_sockets(own: Path) -> None:
+    """Remove what killed replicas have left beside ``own``: older sockets on which nobody listens."""
+    made_at = own.stat().st_mtime
+    for path in itertools.islice(own.parent.iterdir(), _DEAD_SOCKETS_MAX):
+        with contextlib.suppress(OSError):
+            if not path.is_socket() or made_at - path.stat().st_mtime < _NEW_S:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)  # noqa: FBT003 - the standard library's
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()

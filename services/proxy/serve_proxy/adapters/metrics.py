@@ -13,6 +13,7 @@ from typing import Protocol, final
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serve_common.direct.dialing import DirectLinks
 from serve_common.dispatch.admission import RequestStats
 from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import Routes
@@ -29,6 +30,9 @@ from serve_common.telemetry.catalogue.proxies import (
     BODY_BYTES,
     CIRCUIT_OPEN,
     CONNECTIONS,
+    DIRECT_DIALS,
+    DIRECT_FRAMES,
+    DIRECT_LINKS,
     DROPPED_PLAIN_CALLS,
     EJECTIONS,
     IN_FLIGHT,
@@ -77,10 +81,12 @@ class ProxyCollector(Collector):
         connections: Callable[[], int],
         dropped_calls: Callable[[], int],
         memory: UploadMemory,
+        links: DirectLinks,
     ) -> None:
         """``reconnects`` counts those to NATS, ``connections`` those of clients.
 
         ``dropped_calls`` is `Gateway.dropped_calls`; ``memory`` is the memory budget of request bodies.
+        ``links`` are the direct links to replicas.
         """
         self._proxy_id = proxy_id
         self._routes = routes
@@ -89,6 +95,7 @@ class ProxyCollector(Collector):
         self._connections = connections
         self._dropped_calls = dropped_calls
         self._memory = memory
+        self._links = links
 
     def collect(self) -> Iterable[Metric]:
         """Metrics without an endpoint or backend label."""
@@ -101,6 +108,12 @@ class ProxyCollector(Collector):
         yield build_single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
         yield build_single(BUS_PENDING_BYTES, self._bus.pending_bytes)
         yield build_single(PERMISSION_VIOLATIONS, self._bus.permission_violations)
+        links = self._links
+        yield build_single(DIRECT_LINKS, links.open_links)
+        outcomes = {"opened": links.opened, "failed": links.failed, "lost": links.lost}
+        yield build_family(DIRECT_DIALS, [([outcome], count) for outcome, count in outcomes.items()])
+        sent, received = links.count_frames()
+        yield build_family(DIRECT_FRAMES, [(["sent"], sent), (["received"], received)])
 
 
 @final

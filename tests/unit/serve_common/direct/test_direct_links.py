@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -330,27 +332,27 @@ async def test_another_machine_is_offered_no_way_and_is_not_asked_again_soon(wor
     for _ in range(3):
         world.links.for_request(REPLICA, SUBJECT, is_large=True)
         await eventually(lambda: not world.links._dials)
-    assert (world.links.dials, world.links.failed_dials) == (1, 1)
+    assert (len(world.dialled), world.links.failed) == (1, 1)
     world.links._not_before.clear()
     world.is_bus_away = True
     world.links.for_request(REPLICA, SUBJECT, is_large=True)
-    await eventually(lambda: world.links.failed_dials == 2)
+    await eventually(lambda: world.links.failed == 2)
     assert world.inbox.receivers == {}
 
 
 async def test_what_is_small_takes_the_bus_unless_all_is_direct(tmp_path: Path, world: World) -> None:
     for _ in range(2 * BUSY_REQUESTS):
         assert world.links.for_request(REPLICA, SUBJECT, is_large=False) is None
-    assert world.links.dials == 0
+    assert world.dialled == []
     await world.dial()
     assert world.links.for_request(REPLICA, SUBJECT, is_large=False) is None
     for mode, dials in ((DirectMode.OFF, 0), (DirectMode.ALL, 1)):
         links = DirectLinks(mode, world.inbox, world._publish, world.lost.append, machine=MACHINE)
         for _ in range(BUSY_REQUESTS):
             assert links.for_request(REPLICA, SUBJECT, is_large=False) is None
-        assert links.dials == 0
+        assert not links._dials
         links.for_request(REPLICA, SUBJECT, is_large=mode is DirectMode.OFF)
-        assert links.dials == dials
+        assert len(links._dials) == dials
         if dials:
             await eventually(lambda links=links: links.open_links == 1)
             assert links.for_request(REPLICA, SUBJECT, is_large=False) is not None
@@ -365,6 +367,27 @@ async def test_links_that_are_idle_end(world: World, monkeypatch) -> None:
     world.links.sweep()
     assert world.links.open_links == 0
     await eventually(lambda: world.listener.open_links == 0)
+
+
+async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_not(
+    tmp_path: Path, world: World
+) -> None:
+    directory = world.listener._path.parent
+    other = directory / "a file"
+    other.write_text("")
+    dead = [directory / f"dead{number}" for number in range(3)]
+    for path in dead:
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+    for path in (*dead[:2], other, world.listener._path):
+        os.utime(path, (1, 1))
+    second = World(directory)
+    await second.listener.start(second.tasks)
+    assert {*directory.iterdir()} == {dead[2], other, world.listener._path, second.listener._path}
+    await second.listener.close()
+    await second.tasks.close(5)
+    dead[2].unlink()
+    other.unlink()
 
 
 def test_a_token_is_the_end_of_a_reply_subject() -> None:

@@ -145,6 +145,29 @@ APPLIED_SNAPSHOT_ID: Final = MetricSpec(
     unit="snapshot id",
     exporters=_HERE,
 )
+DIRECT_LINKS: Final = MetricSpec(
+    name="serve_proxy_direct_links",
+    kind=MetricKind.GAUGE,
+    text="Open direct links to replicas.",
+    unit="links",
+    exporters=_HERE,
+)
+DIRECT_DIALS: Final = MetricSpec(
+    name="serve_proxy_direct_dials_total",
+    kind=MetricKind.COUNTER,
+    text="Direct links that were opened, that could not be, and that ended, by outcome.",
+    unit="links",
+    labels=("outcome",),
+    exporters=_HERE,
+)
+DIRECT_FRAMES: Final = MetricSpec(
+    name="serve_proxy_direct_frames_total",
+    kind=MetricKind.COUNTER,
+    text="Frames that took direct links, by direction; all others took NATS.",
+    unit="frames",
+    labels=("direction",),
+    exporters=_HERE,
+)
 
 PROXY_METRICS: Final = (
     PROXY_INFO,
@@ -164,4 +187,7 @@ PROXY_METRICS: Final = (
     CONNECTIONS,
     APPLIED_SNAPSHOT_ID,
     RECONNECTS,
+    DIRECT_LINKS,
+    DIRECT_DIALS,
+    DIRECT_FRAMES,
 )

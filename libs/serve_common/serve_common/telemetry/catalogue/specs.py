@@ -25,6 +25,10 @@ LABELS: Final = {
         meaning="The backend; of a deployment, `application/deployment`.",
         bound="The backends that are deployed; on a host also those it has run replicas of, the last 500 at most.",
     ),
+    "direction": LabelSpec(
+        meaning="`sent` or `received`, by the process that is scraped.",
+        bound="These two.",
+    ),
     "endpoint_tag": LabelSpec(
         meaning="The endpoint; empty for requests that no route was found for.",
         bound="The endpoints that are deployed.",
