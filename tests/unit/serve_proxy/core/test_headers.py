@@ -224,6 +224,13 @@ def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
     assert failure_detector.no_responders(R0, 12.0)
 
 
+class Links:
+    open_links, opened, failed, lost = 2, 5, 1, 3
+
+    def count_frames(self) -> tuple[int, int]:
+        return 40, 50
+
+
 class QuietBus:
     """A data connection that is well."""
 
@@ -267,10 +274,14 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
             connections=lambda: 2,
             dropped_calls=lambda: 7,
             memory=UploadMemory(),
+            links=Links(),  # type: ignore[arg-type] - what is read of them
         )
     )
     shown = generate_latest(registry).decode()
     for line in (
+        "serve_proxy_direct_links 2.0",
+        'serve_proxy_direct_dials_total{outcome="lost"} 3.0',
+        'serve_proxy_direct_frames_total{direction="received"} 50.0',
         'serve_proxy_requests_total{code="200",endpoint_tag="d/a",method="GET"} 1.0',
         'serve_proxy_requests_total{code="200",endpoint_tag="d/a",method="other"} 1.0',
         'serve_proxy_request_seconds_bucket{endpoint_tag="d/a",le="0.0025"} 0.0',
