@@ -30,7 +30,7 @@ RETRY_S: Final = 30.0
 _TRACKED_MAX: Final = 10_000
 
 
-class Inbox(Protocol):
+class LinkReplies(Protocol):
     """What links need of `serve_common.nats.connection.Inbox`."""
 
     def new_reply(
@@ -56,7 +56,7 @@ class DirectLinks:
     def __init__(
         self,
         mode: DirectMode,
-        inbox: Inbox,
+        inbox: LinkReplies,
         publish: Publish,
         on_lost: Callable[[DirectLink], None],
         *,

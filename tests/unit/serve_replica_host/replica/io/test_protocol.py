@@ -28,7 +28,8 @@ from serve_common.protocol.frames import (
     encode_frame,
 )
 from serve_common.runtime.threads import Mailbox
-from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX, ROUTER_SILENT_S, ReplicaProtocol
+from serve_replica_host.replica.io.body_frames import REQUEST_BODY_BYTES_MAX
+from serve_replica_host.replica.io.protocol import ROUTER_SILENT_S, ReplicaProtocol
 from serve_replica_host.replica.io.request import (
     Drop,
     Ended,

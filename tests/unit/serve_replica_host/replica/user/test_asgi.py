@@ -30,7 +30,7 @@ from serve_common.protocol.frames import (
     ResponseHead,
 )
 from serve_common.protocol.reports import ReplicaGoal
-from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX
+from serve_replica_host.replica.io.body_frames import REQUEST_BODY_BYTES_MAX
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
 from tests.support.replica_rig import PIECE, UNKNOWN, Rig, build_goal, importable
 
