@@ -23,10 +23,10 @@ from serve_common.protocol.frames import (
 from serve_common.protocol.streams import (
     BodyPieces,
     FrameSource,
-    HeldBytes,
     IncomingStream,
     MessageQueue,
     OutgoingStream,
+    RetainedBytes,
     SequenceCheck,
     StreamFrame,
     WholeBody,
@@ -144,7 +144,7 @@ def test_a_whole_body_arrives_over_any_cuts(seed: int, window: int, size: int) -
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32), WINDOWS)
 def test_a_written_body_arrives_over_any_cuts_and_nothing_is_held_then(seed: int, window: int) -> None:
-    chance, held = random.Random(seed), HeldBytes()
+    chance, held = random.Random(seed), RetainedBytes()
     pieces, written = BodyPieces(held), bytearray()
     pair = Pair(pieces, window, 0, chance)
 
@@ -157,7 +157,7 @@ def test_a_written_body_arrives_over_any_cuts_and_nothing_is_held_then(seed: int
     pieces.add(b"", last=True)
     pair.finish()
     assert b"".join(bytes(piece) for _, piece in pair.received) == written
-    assert held.held_bytes == 0
+    assert held.retained_bytes == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -184,7 +184,7 @@ def test_an_upload_arrives_over_any_cuts(seed: int, window: int) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32), WINDOWS)
 def test_messages_arrive_once_and_whole_and_the_close_comes_last(seed: int, window: int) -> None:
-    chance, held = random.Random(seed), HeldBytes()
+    chance, held = random.Random(seed), RetainedBytes()
     messages = MessageQueue(held)
     written: list[tuple[bytes, bool]] = []
     pair = Pair(messages, window, 1, chance)
@@ -208,11 +208,11 @@ def test_messages_arrive_once_and_whole_and_the_close_comes_last(seed: int, wind
             whole.append((partial, head.is_text))
             partial = b""
     assert whole == written
-    assert held.held_bytes == 0
+    assert held.retained_bytes == 0
 
 
 def test_beyond_its_budget_a_stream_sends_on_and_says_that_it_cannot_send_again() -> None:
-    held = HeldBytes(bytes_max=3 * FRAME_BODY_BYTES_MAX)
+    held = RetainedBytes(bytes_max=3 * FRAME_BODY_BYTES_MAX)
     pieces = BodyPieces(held)
     stream = OutgoingStream(pieces, 20)
     stream.opening()
@@ -221,11 +221,11 @@ def test_beyond_its_budget_a_stream_sends_on_and_says_that_it_cannot_send_again(
     while stream.next_frame() is not None:
         pass
     assert stream.sent == 11
-    assert held.held_bytes <= held.bytes_max + FRAME_BODY_BYTES_MAX
+    assert held.retained_bytes <= held.bytes_max + FRAME_BODY_BYTES_MAX
     assert not stream.resume(2)
     assert stream.resume(pieces.first)
     pieces.close()
-    assert held.held_bytes == 0
+    assert held.retained_bytes == 0
 
 
 def test_a_peer_that_gives_no_number_is_counted_as_before() -> None:

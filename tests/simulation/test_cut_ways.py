@@ -381,9 +381,9 @@ async def run(story: str, mode: DirectMode, cut: Callable[[Plane], None] | None,
         await plane.replica.wait_idle()
         await plane.executor.wait_idle()
     assert not plane.dispatcher.calls
-    assert plane.outgoing.held.held_bytes == 0
+    assert plane.outgoing.retained.retained_bytes == 0
     plane.replica._slots.forget_old(float("inf"))
-    assert plane.replica._responses._held.held_bytes == 0
+    assert plane.replica._responses._retained.retained_bytes == 0
     assert not plane.replica._links
     beat.cancel()
     await asyncio.wait([beat])

@@ -162,7 +162,7 @@ class DirectLinks:
     async def _dial(self, replica: ReplicaTag, subject: bytes) -> None:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                link = await self._connect(replica, await self._ask(subject))
+                link = await self._connect(replica, await self._request_way(subject))
         except (OSError, TimeoutError, ServeError) as error:
             self.failed += 1
             self._not_before[replica] = self._loop.time() + RETRY_S
@@ -174,7 +174,7 @@ class DirectLinks:
         self.opened += 1
         _log.debug("direct_link_opened", replica_tag=replica)
 
-    async def _ask(self, subject: bytes) -> LinkHead:
+    async def _request_way(self, subject: bytes) -> LinkHead:
         """Ask the replica over the bus for the way. Raises OSError when there is none."""
         waiter: asyncio.Future[LinkHead] = self._loop.create_future()
 

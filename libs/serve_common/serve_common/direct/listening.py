@@ -45,7 +45,7 @@ _TOKEN_DIGITS: Final = 16
 _HEX: Final = frozenset(b"0123456789abcdef")
 
 
-def inbox_of(reply: bytes) -> bytes | None:
+def parse_inbox(reply: bytes) -> bytes | None:
     """The router's inbox with its last dot, of a reply subject that ends in a token; None for any other subject.
 
     Subjects that a server made, as for requests from another account, name no inbox.
@@ -108,7 +108,7 @@ class LinkListener:
 
     def offer(self, reply: bytes, machine: str) -> LinkHead:
         """Answer a `DialHead`, on any thread."""
-        inbox = inbox_of(reply)
+        inbox = parse_inbox(reply)
         if inbox is None or not machine or machine != self._machine or self._server is None:
             return LinkHead()
         if len(self._tickets) >= TICKETS_MAX:

@@ -15,7 +15,7 @@ import msgspec
 
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, CreditHead, Head, MessageHead
-from serve_common.protocol.streams import HeldBytes, IncomingStream, MessageQueue, OutgoingStream
+from serve_common.protocol.streams import IncomingStream, MessageQueue, OutgoingStream, RetainedBytes
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Largest message, in either direction."""
@@ -58,15 +58,15 @@ class ReplicaSocket:
         send_frame: Callable[[Head, bytes | memoryview], None],
         grant_credit: Callable[[CreditHead], None],
         on_end: Callable[[], None],
-        held: HeldBytes,
+        retained: RetainedBytes,
     ) -> None:
         """``send_frame`` sends a frame to the replica, and raises a `ServeError` when the bus does not take it.
 
         ``grant_credit`` sends a credit to the replica. ``on_end`` is called when the client has closed the socket;
-        nothing more is sent in either direction. ``held`` is what the sockets of this process hold together.
+        nothing more is sent in either direction. ``retained`` is what the sockets of this process hold together.
         """
         self.incoming: Final = IncomingStream(WINDOW_MESSAGES, first=1)
-        self._messages: Final = MessageQueue(held)
+        self._messages: Final = MessageQueue(retained)
         self.outgoing: Final = OutgoingStream(self._messages, WINDOW_MESSAGES, first=1)
         self._send_frame = send_frame
         self._grant_credit = grant_credit

@@ -51,7 +51,7 @@ from serve_common.protocol.frames import (
     encode_frame,
 )
 from serve_common.protocol.reports import Wake
-from serve_common.protocol.streams import HeldBytes, IncomingStream, SequenceCheck
+from serve_common.protocol.streams import IncomingStream, RetainedBytes, SequenceCheck
 from serve_common.protocol.subjects import Subjects
 from serve_common.routing.queues import Refusal
 from serve_common.runtime.settings import DirectMode
@@ -86,7 +86,7 @@ class Outgoing:
         self._subjects = subjects
         self._loop = asyncio.get_running_loop()
         self._subject_cache: dict[ReplicaTag, bytes] = {}
-        self.held: Final = HeldBytes()
+        self.retained: Final = RetainedBytes()
         """What the sockets' messages hold."""
 
     @property
@@ -318,7 +318,7 @@ class ResponseReader:
                 partial(self._send_frame, call),
                 partial(self._outgoing.grant_credit, call),
                 partial(self._registry.responded, call),
-                self._outgoing.held,
+                self._outgoing.retained,
             )
             if attempt is not None:
                 attempt.has_probed = True

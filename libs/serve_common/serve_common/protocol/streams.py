@@ -33,7 +33,7 @@ CREDIT_MAX: Final = 1_000_000
 """Most frames that a sender lets itself be allowed beyond those it has sent."""
 _FRAMES_OVER_MAX: Final = 1
 """Tolerance for a sender that does not count its first frame."""
-HELD_BYTES_MAX: Final = 32 * 1024 * 1024
+RETAINED_BYTES_MAX: Final = 32 * 1024 * 1024
 """Most bytes that the streams of one process hold together for sending again; what exceeds it is sent once only."""
 
 Bytes = bytes | memoryview
@@ -235,27 +235,27 @@ class WholeBody:
 
 
 @final
-class HeldBytes:
+class RetainedBytes:
     """What the streams of one process hold together for sending again."""
 
-    __slots__ = ("bytes_max", "held_bytes")
+    __slots__ = ("bytes_max", "retained_bytes")
 
-    def __init__(self, bytes_max: int = HELD_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = RETAINED_BYTES_MAX) -> None:
         self.bytes_max: Final = bytes_max
-        self.held_bytes = 0
+        self.retained_bytes = 0
 
     @property
     def is_full(self) -> bool:
         """True when more is held than should be."""
-        return self.held_bytes > self.bytes_max
+        return self.retained_bytes > self.bytes_max
 
 
-class _Held:
+class _Retained:
     """Frames that were cut, until they are released; while too much is held, only those that were not sent."""
 
     __slots__ = ("_budget", "_frames", "first")
 
-    def __init__(self, budget: HeldBytes, first: int) -> None:
+    def __init__(self, budget: RetainedBytes, first: int) -> None:
         self.first = first
         """Number of the first frame that is held."""
         self._budget = budget
@@ -263,12 +263,12 @@ class _Held:
 
     def _hold(self, frame: StreamFrame) -> None:
         self._frames.append(frame)
-        self._budget.held_bytes += len(frame[1])
+        self._budget.retained_bytes += len(frame[1])
 
     def release(self, up_to: int) -> None:
         """The receiver has processed all frames before number ``up_to``."""
         while self.first < up_to and self._frames:
-            self._budget.held_bytes -= len(self._frames.popleft()[1])
+            self._budget.retained_bytes -= len(self._frames.popleft()[1])
             self.first += 1
 
     def close(self) -> None:
@@ -277,12 +277,12 @@ class _Held:
 
 
 @final
-class BodyPieces(_Held):
+class BodyPieces(_Retained):
     """A body that is written piece by piece. Small pieces that wait for credit are joined to one frame."""
 
     __slots__ = ("_is_ended", "_unsent", "_unsent_bytes")
 
-    def __init__(self, budget: HeldBytes) -> None:
+    def __init__(self, budget: RetainedBytes) -> None:
         super().__init__(budget, 0)
         self._unsent: deque[Bytes] = deque()
         self._unsent_bytes = 0
@@ -305,9 +305,9 @@ class BodyPieces(_Held):
         """As of `FrameSource`."""
         if not may_cut:
             return None
-        held = at - self.first
-        if held < len(self._frames):
-            return self._frames[held]
+        offset = at - self.first
+        if offset < len(self._frames):
+            return self._frames[offset]
         if at and not self._unsent and not self._is_ended:
             return None
         if self._budget.is_full:
@@ -338,12 +338,12 @@ class BodyPieces(_Held):
 
 
 @final
-class MessageQueue(_Held):
+class MessageQueue(_Retained):
     """The messages of a WebSocket in one direction, and its close, which needs no credit."""
 
     __slots__ = ("_close",)
 
-    def __init__(self, budget: HeldBytes) -> None:
+    def __init__(self, budget: RetainedBytes) -> None:
         super().__init__(budget, 1)
         self._close: tuple[int, str] | None = None
 
@@ -366,8 +366,8 @@ class MessageQueue(_Held):
 
     def frame(self, at: int, *, may_cut: bool) -> StreamFrame | None:
         """As of `FrameSource`."""
-        held = at - self.first
-        if held < len(self._frames):
+        offset = at - self.first
+        if offset < len(self._frames):
             if not may_cut:
                 return None
             if self._budget.is_full:

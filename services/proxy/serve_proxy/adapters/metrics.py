@@ -110,8 +110,8 @@ class ProxyCollector(Collector):
         yield build_single(PERMISSION_VIOLATIONS, self._bus.permission_violations)
         links = self._links
         yield build_single(DIRECT_LINKS, links.open_links)
-        outcomes = {"opened": links.opened, "failed": links.failed, "lost": links.lost}
-        yield build_family(DIRECT_DIALS, [([outcome], count) for outcome, count in outcomes.items()])
+        counts = {"opened": links.opened, "failed": links.failed, "lost": links.lost}
+        yield build_family(DIRECT_DIALS, [([outcome], count) for outcome, count in counts.items()])
         sent, received = links.count_frames()
         yield build_family(DIRECT_FRAMES, [(["sent"], sent), (["received"], received)])
 

@@ -16,7 +16,7 @@ import pytest
 from serve_common.direct import listening
 from serve_common.direct.dialing import BUSY_REQUESTS, DirectLinks
 from serve_common.direct.link import FRAME_BYTES_MAX, PENDING_BYTES_MAX, DirectLink, link_token
-from serve_common.direct.listening import LinkListener, inbox_of
+from serve_common.direct.listening import LinkListener, parse_inbox
 from serve_common.errors import BusUnavailable
 from serve_common.names import ReplicaTag
 from serve_common.protocol.frames import (
@@ -323,7 +323,7 @@ async def test_beyond_the_limit_the_link_that_is_idle_longest_ends(world: World,
     ],
 )
 async def test_only_inboxes_with_tokens_are_offered_a_way(world: World, reply: bytes) -> None:
-    assert inbox_of(reply) is None
+    assert parse_inbox(reply) is None
     assert world.listener.offer(reply, MACHINE) == LinkHead()
 
 

@@ -527,8 +527,8 @@ async def test_messages_that_the_bus_does_not_take_are_sent_when_it_is_back(worl
     assert world.take(MessageHead)[2:] == (MessageHead(1, True, True), b"x")
     socket.close(1000, "")
     world.take(CloseHead)
-    held = world.dispatcher._outgoing.held
-    assert held.held_bytes == 0
+    held = world.dispatcher._outgoing.retained
+    assert held.retained_bytes == 0
 
 
 async def test_a_refusal_of_a_socket_is_an_answer_and_a_101_to_others_is_none(world: StreamWorld) -> None:

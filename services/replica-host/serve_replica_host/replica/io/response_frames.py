@@ -9,7 +9,7 @@ from typing import Final, Protocol, final
 import structlog
 
 from serve_common.direct.link import LARGE_BYTES_MIN, DirectLink, link_token
-from serve_common.direct.listening import inbox_of
+from serve_common.direct.listening import parse_inbox
 from serve_common.errors import RequestFailed, UserCodeRaised
 from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import encode_pub
@@ -26,7 +26,7 @@ from serve_common.protocol.frames import (
     ResponseHead,
     encode_frame,
 )
-from serve_common.protocol.streams import BodyPieces, HeldBytes, MessageQueue, OutgoingStream, WholeBody
+from serve_common.protocol.streams import BodyPieces, MessageQueue, OutgoingStream, RetainedBytes, WholeBody
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES
 from serve_replica_host.replica.io.request import (
@@ -104,7 +104,7 @@ class FrameSender:
     def find_link(self, reply: bytes) -> None:
         """Let a response that is worth a link take the open one to its router, if any."""
         if reply not in self.links:
-            inbox = inbox_of(reply)
+            inbox = parse_inbox(reply)
             link = None if inbox is None else self.link_to(inbox)
             if link is not None:
                 self.links[reply] = link
@@ -126,7 +126,7 @@ class ResponseFrames:
         self._slots = slots
         self._frames = frames
         self._user_queue = user_queue
-        self._held = HeldBytes()
+        self._retained = RetainedBytes()
 
     def take(self, outcome: IoEvent) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
@@ -223,10 +223,10 @@ class ResponseFrames:
         exchange.response_status = status
         if exchange.head.kind is RequestKind.WEBSOCKET and status == STATUS_SWITCHING:
             if self._send_head(exchange, status, headers, b"", last=False):
-                exchange.outgoing = OutgoingStream(MessageQueue(self._held), WINDOW_MESSAGES, first=1)
+                exchange.outgoing = OutgoingStream(MessageQueue(self._retained), WINDOW_MESSAGES, first=1)
                 exchange.has_response_started = True
             return
-        pieces = BodyPieces(self._held)
+        pieces = BodyPieces(self._retained)
         self._drain(exchange, pieces)
         self._start_response(exchange, status, headers, OutgoingStream(pieces, WINDOW_FRAMES))
 
