@@ -19,6 +19,7 @@ from bench import chaos, hangs
 from bench.chaos import CLIENTS, KINDS
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
+from serve_common.runtime.settings import DirectMode
 from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
@@ -36,7 +37,8 @@ BYSTANDERS = 8
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LoadedStack]:
-    async with LoadedStack.running(tmp_path_factory.mktemp("chaos")) as stack:
+    # What is large takes links everywhere else too.
+    async with LoadedStack.running(tmp_path_factory.mktemp("chaos"), DirectMode.ALL) as stack:
         yield stack
 
 

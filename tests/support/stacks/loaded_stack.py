@@ -34,7 +34,7 @@ from serve_common.api.views import GoalStatus, ReplicaView
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
-from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.settings import BusSettings, DirectMode
 from serve_common.runtime.tasks import TaskOwner
 from tests.support.identities import bus_settings
 from tests.support.paths import APPS
@@ -67,7 +67,8 @@ def replica_config(version: str) -> ReplicaConfig:
 class LoadedStack:
     """A running stack. Each test leaves it whole."""
 
-    def __init__(self, paths: StatePaths, ray_dir: Path) -> None:
+    def __init__(self, paths: StatePaths, ray_dir: Path, direct: DirectMode = DirectMode.BODIES) -> None:
+        self._direct = direct
         self.controllers: list[ControllerProcess] = []
         """Those that live."""
         self.retries: list[str] = []
@@ -89,13 +90,13 @@ class LoadedStack:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, state_dir: Path) -> AsyncIterator[Self]:
-        """With everything ready; nothing is left of it afterwards."""
+    async def running(cls, state_dir: Path, direct: DirectMode = DirectMode.BODIES) -> AsyncIterator[Self]:
+        """With everything ready; nothing is left of it afterwards. ``direct`` says what takes direct links."""
         paths = StatePaths(state_dir)
         paths.logs.mkdir()
         # Ray's sockets need a short path.
         with tempfile.TemporaryDirectory(prefix="muster-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
-            self = cls(paths, Path(ray_dir))
+            self = cls(paths, Path(ray_dir), direct)
             try:
                 # Controllers wait for NATS and Postgres by themselves.
                 await asyncio.gather(
@@ -160,7 +161,7 @@ class LoadedStack:
                     msgspec.structs.replace(
                         spec,
                         name=name,
-                        env={**spec.env, **own[spec.name]},
+                        env={**spec.env, **own[spec.name], "MUSTER_DIRECT": self._direct.value},
                         log_path=self._paths.log(name),
                         ready_timeout_s=STARTS_WITHIN_S,
                     )
