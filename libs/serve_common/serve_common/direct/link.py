@@ -108,7 +108,9 @@ class DirectLink(asyncio.BufferedProtocol):
         self._urgent: deque[_Item] = deque()
         self._waiting: dict[bytes, deque[_Item]] = {}
         """Frames by request; requests take turns."""
-        self._pending_bytes = 0
+        # Two counts, because each has one writer: threads that send, and the loop's.
+        self._added_bytes = 0
+        self._written_bytes = 0
 
     @property
     def is_open(self) -> bool:
@@ -211,7 +213,6 @@ class DirectLink(asyncio.BufferedProtocol):
         self._is_ended = True
         for items in (self._new, self._urgent, self._waiting):
             items.clear()
-        self._pending_bytes = 0
         if self._transport is not None:
             self._transport.abort()
         self._on_end(self)
@@ -220,7 +221,7 @@ class DirectLink(asyncio.BufferedProtocol):
         if self._is_ended:
             return False
         self._new.append(item)
-        self._pending_bytes += item[2]
+        self._added_bytes += item[2]
         self.sent_frames += 1
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -236,23 +237,24 @@ class DirectLink(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or self._is_ended:
             return
-        if self._pending_bytes > PENDING_BYTES_MAX:
+        if self._added_bytes - self._written_bytes > PENDING_BYTES_MAX:
             self.close()
             return
         new, batch, batch_bytes = self._new, list[Bytes](), 0
-        while new and not self._is_paused and not self._waiting:
+        while new and not (self._is_paused or self._waiting or self._urgent):
             _, pieces, size = new.popleft()
             batch += pieces
             batch_bytes += size
             if batch_bytes >= _WRITE_BUFFER_BYTES_MAX:
+                self._written_bytes += batch_bytes
                 transport.writelines(batch)
-                self._pending_bytes -= batch_bytes
                 batch, batch_bytes = [], 0
         if batch:
+            self._written_bytes += batch_bytes
             transport.writelines(batch)
-            self._pending_bytes -= batch_bytes
         while new:
             self._let_wait(new.popleft())
+        self._write_waiting()  # another thread may have added something a moment ago
 
     def _let_wait(self, item: _Item) -> None:
         token, _, size = item
@@ -277,5 +279,5 @@ class DirectLink(asyncio.BufferedProtocol):
                     self._waiting[token] = queue  # behind the others
             else:
                 return
-            self._pending_bytes -= item[2]
+            self._written_bytes += item[2]
             transport.writelines(item[1])

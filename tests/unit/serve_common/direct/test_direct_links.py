@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,6 +208,27 @@ async def test_a_small_frame_of_another_request_does_not_wait_behind_bodies(worl
         assert sequences == list(range(40))
     turns = [token for token in tokens[30:] if token != b"noop-000"]
     assert all(one != two for one, two in itertools.pairwise(turns)), "requests take turns"
+
+
+async def test_frames_of_two_threads_all_arrive_in_the_order_of_each_request(world: World) -> None:
+    await world.dial()
+    link, lock, number_of_each = world.other_end, threading.Lock(), 3_000
+
+    def send(token: bytes) -> None:
+        for number in range(number_of_each):
+            with lock:
+                link.send(token, *frame_of(40_000 if number % 50 == 0 else 10, number))
+
+    threads = [threading.Thread(target=send, args=(b"thread-%d" % number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    send(b"the loop")
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    await eventually(lambda: len(world.inbox.delivered) == 3 * number_of_each)
+    for token in (b"thread-0", b"thread-1", b"the loop"):
+        frames = [frame for name, frame in world.inbox.delivered if name == token.hex().encode()]
+        assert [decode_frame(frame)[0].sequence for frame in frames] == list(range(number_of_each))  # type: ignore[union-attr]
+    assert link._added_bytes == link._written_bytes
 
 
 async def test_a_peer_that_does_not_read_ends_the_link(world: World) -> None:
