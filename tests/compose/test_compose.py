@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +134,30 @@ def test_the_example_is_deployed_by_the_cli_and_answers_every_request(stack: Sta
     assert result["accuracy"] >= 0.95
     (known,) = json.loads(stack.muster("status", "--json"))["deployments"]
     assert (known["name"], known["status"]) == ("default/digits", "healthy")
+
+
+def test_large_bodies_take_direct_links_over_a_volume_that_only_proxies_and_hosts_have(stack: Stack) -> None:
+    stack.have_digits()
+
+    def links() -> float:
+        request = urllib.request.Request(stack.http("/digits"), data=bytes(300_000), method="POST")
+        with contextlib.suppress(urllib.error.HTTPError):  # no digits are in it
+            urllib.request.urlopen(request, timeout=60).close()
+        page = stack.run("exec", "-T", "proxy", "python", "-c", METRICS)
+        return float(re.search(r"^serve_proxy_direct_links (\S+)$", page, re.MULTILINE)[1])  # type: ignore[index]
+
+    stack.wait_until(lambda: links() >= 1, "the proxy has a direct link", links)
+    mode = stack.run("exec", "-T", "replica-host", "stat", "-c", "%a %u %g", "/run/muster/direct")
+    assert mode.split() == ["2750", "10002", "10001"]
+    sharing = {
+        service
+        for service in SERVICES
+        if "/run/muster/direct" in json.dumps(stack.inspect(service)["Mounts"])
+    }
+    assert sharing == {"proxy", "replica-host"}
+
+
+METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9102/metrics').read().decode())"
 
 
 def test_prometheus_sees_every_process(stack: Stack) -> None:
