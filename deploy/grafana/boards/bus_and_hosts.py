@@ -58,6 +58,26 @@ _BUS: Final = Row(
             ),
         ),
         Panel(
+            title="Direct links",
+            description="Of proxies to replicas on their machine: open now, and in each minute opened, failed and "
+            "ended, and frames that took them. Ended ones in a row: replicas that die, or read too slowly.",
+            unit="none",
+            queries=(
+                Query(
+                    expr=total("serve_proxy_direct_links", OF_INSTANCE, by="instance"),
+                    legend="{{instance}} open",
+                ),
+                Query(
+                    expr=increase("serve_proxy_direct_dials_total", OF_INSTANCE, by="instance, outcome"),
+                    legend="{{instance}} {{outcome}}",
+                ),
+                Query(
+                    expr=increase("serve_proxy_direct_frames_total", OF_INSTANCE, by="instance, direction"),
+                    legend="{{instance}} frames {{direction}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Refused by NATS, or dropped",
             description="Messages that a process may not send or hear, in each minute. Anything above 0 is a "
             "fault of the installation: see deploy/nats/nats.conf. And calls that were to be answered elsewhere than "

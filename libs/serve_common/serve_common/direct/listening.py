@@ -70,7 +70,7 @@ class LinkListener:
         machine: str | None = None,
     ) -> None:
         """``directory`` is where the socket is made; ``uids`` are the users whose processes may connect."""
-        self._path = directory / secrets.token_hex(16)
+        self._path = directory / secrets.token_urlsafe(16)  # short: such paths have 107 characters at most
         self._machine = machine_id() if machine is None else machine
         self._uids = frozenset(uids)
         self._on_frame = on_frame

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,10 @@ REPLICA = ReplicaTag("d/a#1")
 SUBJECT = b"serve.replica.d.a.1"
 INBOX = b"_INBOX_proxy.p1.x."
 MACHINE = "this-machine"
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
 
 
 class Inbox:
@@ -108,14 +113,21 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path):
-    world = World(tmp_path / "direct")
+def directory():
+    """Short, as paths of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="links-") as name:
+        yield Path(name) / "direct"
+
+
+@pytest.fixture
+async def world(directory: Path):
+    world = World(directory)
     await world.listener.start(world.tasks)
     yield world
     await world.links.close()
     await world.listener.close()
     await world.tasks.close(5)
-    assert list((tmp_path / "direct").iterdir()) == []
+    assert names_in(directory) == set()
 
 
 def frame_of(size: int, sequence: int = 1) -> tuple[Head, bytes]:
@@ -293,8 +305,8 @@ async def test_a_ticket_is_good_once_and_for_seconds(world: World, monkeypatch) 
         writer.close()
 
 
-async def test_a_process_of_another_user_is_put_out(tmp_path: Path) -> None:
-    world = World(tmp_path, uids=(4_000_000,))
+async def test_a_process_of_another_user_is_put_out(directory: Path) -> None:
+    world = World(directory, uids=(4_000_000,))
     await world.listener.start(world.tasks)
     ticket = world.listener.offer(INBOX + b"0" * 16, MACHINE).ticket
     reader, writer = await asyncio.open_unix_connection(world.listener._path)
@@ -362,7 +374,7 @@ async def test_another_machine_is_offered_no_way_and_is_not_asked_again_soon(wor
     assert world.inbox.receivers == {}
 
 
-async def test_what_is_small_takes_the_bus_unless_all_is_direct(tmp_path: Path, world: World) -> None:
+async def test_what_is_small_takes_the_bus_unless_all_is_direct(world: World) -> None:
     for _ in range(2 * BUSY_REQUESTS):
         assert world.links.for_request(REPLICA, SUBJECT, is_large=False) is None
     assert world.dialled == []
@@ -391,9 +403,7 @@ async def test_links_that_are_idle_end(world: World, monkeypatch) -> None:
     await eventually(lambda: world.listener.open_links == 0)
 
 
-async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_not(
-    tmp_path: Path, world: World
-) -> None:
+async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_not(world: World) -> None:
     directory = world.listener._path.parent
     other = directory / "a file"
     other.write_text("")
