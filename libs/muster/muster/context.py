@@ -55,6 +55,10 @@ class ReplicaID(str):
         app_name, _, deployment = self.rpartition("#")[0].rpartition("/")
         return DeploymentID(deployment, app_name)
 
+    def to_full_id_str(self) -> str:
+        """Application, deployment and number, between ``#``."""
+        return f"{self.deployment_id.app_name}#{self.deployment_id.name}#{self.unique_id}"
+
     @property
     def unique_id(self) -> str:
         """Its number within the deployment; no other replica of the deployment ever has it."""

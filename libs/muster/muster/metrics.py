@@ -195,7 +195,7 @@ class Counter(Metric):
     def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
         """Add ``value``. Raises ValueError below 0 (in a program of Ray Serve's form also for 0), and for bad tags."""
         if not 0 <= _number(value) < math.inf or (not value and is_program_replica()):
-            raise ValueError(f"metric {self._spec.name!r}: a counter cannot be changed by {value!r}")
+            raise ValueError(f"metric {self._spec.name!r}: value must be >0, got {value!r}")
         self._measure.add(float(value), self._values(tags))
 
     def record(self, value: float, tags: Tags | None = None) -> None:

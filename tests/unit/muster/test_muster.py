@@ -62,6 +62,7 @@ def test_the_replica_is_known_in_a_replica_only() -> None:
         assert found.replica_tag == found.replica_id == "shop/pricing#7"
         assert found.replica_id.deployment_id == ("pricing", "shop")
         assert found.replica_id.unique_id == "7"
+        assert found.replica_id.to_full_id_str().endswith("#7")
         assert found.servable_object is servable
         assert "secret" not in repr(found)
         assert (found.rank, found.world_size) == (ReplicaRank(rank=0, node_rank=0, local_rank=0), 1)

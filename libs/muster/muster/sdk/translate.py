@@ -46,7 +46,8 @@ def deploy_command(
     """The command that deploys ``app``; its code must be uploaded before. Raises `BadField`.
 
     ``logging_config`` is for the deployments that have none. ``app_config`` is recorded: what a configuration file has
-    for it.
+    for it. Without one, as of `serve.run`, replicas are replaced where their ``user_config`` or
+    ``max_ongoing_requests`` is another one, as in Ray Serve; a file reconfigures them.
     """
     if external_scaler:
         for each in app.deployments:
@@ -56,7 +57,9 @@ def deploy_command(
                 )
     return DeployApplication(
         name=app.name,
-        deployments=[_deployment_spec(each, logging_config) for each in app.deployments],
+        deployments=[
+            _deployment_spec(each, logging_config, is_run=app_config is None) for each in app.deployments
+        ],
         ingress=app.ingress,
         route_prefix=app.route_prefix,
         app_config=app_config,
@@ -70,7 +73,7 @@ _ROUTING: Final = frozenset({"request_router_class", "request_router_kwargs"})
 
 
 def _deployment_spec(
-    built: BuiltDeployment, logging_config: dict[str, Any] | LoggingConfig | None
+    built: BuiltDeployment, logging_config: dict[str, Any] | LoggingConfig | None, *, is_run: bool
 ) -> DeploymentSpec:
     router = built.deployment.deployment_options.request_router_config
     for name in sorted(built.deployment.chosen_options & _NOT_APPLIED | router.model_fields_set - _ROUTING):
@@ -83,11 +86,15 @@ def _deployment_spec(
         ray_actor_options=_actor_options(built),
     )
     # Equal code with equal resources is an equal version: deploying it again replaces no replica.
-    version = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:_VERSION_LENGTH]
+    backend_config = _backend_config(built, built.deployment.logging_config or logging_config)
+    content = msgspec.json.encode(config)
+    if is_run:
+        content += msgspec.json.encode([backend_config.user_config, backend_config.max_concurrent_queries])
+    version = hashlib.sha256(content).hexdigest()[:_VERSION_LENGTH]
     return DeploymentSpec(
         name=built.name,
         replica_config=config,
-        backend_config=_backend_config(built, built.deployment.logging_config or logging_config),
+        backend_config=backend_config,
         endpoint_options=EndpointOptions(error_format=ErrorFormat.TEXT),
         version=version,
     )

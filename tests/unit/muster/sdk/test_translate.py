@@ -52,6 +52,26 @@ def test_an_update_replaces_no_more_replicas_at_a_time_than_its_share(
     assert backend_config(Model).max_unavailable_percent == 20.0
 
 
+def version(deployment: Deployment, *, is_file: bool) -> str | None:
+    app = build_app(deployment.bind(), name="app", route_prefix="/")
+    app_config = {"name": "app"} if is_file else None
+    [spec] = deploy_command(app, None, external_scaler=False, app_config=app_config).deployments
+    return spec.version
+
+
+@pytest.mark.parametrize("options", [{"user_config": {"a": 1}}, {"max_ongoing_requests": 7}])
+def test_what_is_run_with_other_settings_is_a_new_version_and_a_file_with_them_is_none(
+    options: dict[str, Any],
+) -> None:
+    changed = Model.options(**options)
+    assert version(changed, is_file=False) == version(changed, is_file=False) != version(Model, is_file=False)
+    assert version(changed, is_file=True) == version(Model, is_file=True)
+
+
+def test_what_is_run_with_another_number_of_replicas_keeps_those_that_run() -> None:
+    assert version(Model.options(num_replicas=3), is_file=False) == version(Model, is_file=False)
+
+
 def test_replicas_may_call_other_applications() -> None:
     assert backend_config(Model).may_call == ("*",)
 
