@@ -98,7 +98,7 @@ def build(
     session = get_session(context)
     with session.reporting(as_json=False):
         # Only here: these import Pydantic and what pickles code.
-        from muster.cli.serve_config import check_config  # noqa: PLC0415 - as above
+        from muster.cli.serve_config import BUILT_OPTIONS, check_config  # noqa: PLC0415 - as above
         from muster.cli.serve_deploy import import_places  # noqa: PLC0415 - as above
         from muster.cli.yaml_file import YamlFile  # noqa: PLC0415 - as above
         from muster.sdk.applications import describe_application  # noqa: PLC0415 - as above
@@ -113,7 +113,8 @@ def build(
             describe_application(path, places, name=name, route=route)
             for path, name, route in zip(import_paths, named, routes, strict=True)
         ]
-        text = f"{_HEADER}\n{dump_yaml({'applications': described})}"
+        parts = [{name: value} for name, value in BUILT_OPTIONS.items()] + [{"applications": described}]
+        text = "\n".join((_HEADER, *map(dump_yaml, parts)))
         check_config(YamlFile(text, "the file"), session.directory)
         if output_path is None:
             print_line(text.rstrip("\n"))

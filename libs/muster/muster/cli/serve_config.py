@@ -25,6 +25,14 @@ _HTTP_LISTEN: Final = frozenset({"host", "port"})
 """Fields of ``http_options`` that a stack takes when it starts."""
 
 
+BUILT_OPTIONS: Final[dict[str, Any]] = {
+    "proxy_location": "EveryNode",
+    "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - Ray Serve's text
+    "grpc_options": {"port": 9000, "grpc_servicer_functions": [], "enable_reflection": True},
+}
+"""What Ray Serve writes into a file of `build` beside the applications; without effect, as these are its defaults."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A checked configuration file."""
 
@@ -43,10 +51,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the fields that the file sets and that have no effect."""
-        names = [name for name in _WITHOUT_EFFECT if name in self.file.value]
-        http = self.file.value.get("http_options") or {}
-        return names + [f"http_options.{name}" for name in http if name not in _HTTP_APPLIED]
+        """Names of fields without effect that the file sets to something else than `muster build` writes."""
+        value = self.file.value
+        names = [name for name in _WITHOUT_EFFECT if name in value and value[name] != BUILT_OPTIONS.get(name)]
+        http, built = value.get("http_options") or {}, BUILT_OPTIONS["http_options"]
+        changed = [name for name in http if http[name] != built.get(name)]
+        return names + [f"http_options.{name}" for name in changed if name not in _HTTP_APPLIED]
 
     @property
     def listen(self) -> dict[str, Any]:

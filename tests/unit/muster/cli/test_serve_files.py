@@ -315,7 +315,7 @@ def test_what_cannot_be_imported_or_built_is_refused_with_its_place(
 def test_what_has_no_effect_is_one_line(muster: Muster, controller: Any, module: str, tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        "proxy_location: HeadOnly\nhttp_options: {host: 0.0.0.0, port: 8001, request_timeout_s: 5}\n"
+        "proxy_location: HeadOnly\nhttp_options: {host: 127.0.0.2, port: 8001, request_timeout_s: 5}\n"
         f"grpc_options: {{port: 9000}}\napplications: [{{import_path: '{module}:app'}}]\n",
     )
     result = muster("deploy", file)
@@ -573,7 +573,10 @@ def test_what_build_writes_deploys_what_the_code_says(
         "ray_actor_options": {"num_cpus": 0.5, "runtime_env": {"env_vars": {"A": "code"}}},
     }
     assert front["autoscaling_config"] == {"min_replicas": 2, "max_replicas": 9}
-    assert muster("deploy", "built.yaml").exit_code == 0
+    assert built["http_options"] == {"host": "0.0.0.0", "port": 8000}
+    deployed = muster("deploy", "built.yaml")
+    assert deployed.exit_code == 0
+    assert "without effect" not in deployed.stderr
     assert muster("deploy", f"{module}:app").exit_code == 0
     from_file, from_code = controller.asked_of("deploy_application")
     assert from_file.deployments == from_code.deployments
