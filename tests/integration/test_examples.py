@@ -132,7 +132,7 @@ async def test_twenty_models_answer_and_stay_where_they_were_loaded(examples: Ex
 
 async def test_users_keep_their_version_and_a_shadow_gets_copies(examples: Examples) -> None:
     canary, sticky = (
-        [words[1:] for words in block.commands() if words[0] == "muster"]
+        [command.words[1:] for command in block.commands() if command.words[0] == "muster"]
         for block in page("examples/README.md").blocks("sh")
         if "greeter" in block.text
     )

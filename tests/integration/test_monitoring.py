@@ -235,7 +235,7 @@ async def test_the_packers_of_the_example_follow_the_orders_that_wait(seen: Seen
         return view.backend_config.num_replicas, len(running)
 
     (block,) = [each for each in page("examples/README.md").blocks() if "order_queue.py" in each.text]
-    deploy_example, update, _ = block.commands()
+    deploy_example, update, _ = (command.words for command in block.commands())
     await run_beside(state_dir, sys.executable, *deploy_example[1:])
     await run_beside(state_dir, str(Path(sys.executable).parent / update[0]), *update[1:])
     assert (await packers())[0] == 1

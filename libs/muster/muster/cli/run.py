@@ -229,7 +229,7 @@ class ServeRun:
 
         ignored = (*DefaultFilter.ignore_dirs, RUN_STATE_DIR.parent.name)
         async for _changes in awatch(*self._watched, watch_filter=DefaultFilter(ignore_dirs=ignored)):
-            self._print("files have changed; deploying again")
+            self._print("files have changed; reloading: deploying again")
             forget_modules(self._watched)
             try:
                 request = await asyncio.to_thread(self._load)
