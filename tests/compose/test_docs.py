@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -33,7 +32,6 @@ def lay_out(folder: Path, secrets: Path) -> None:
     (installed / ".installed").touch()  # what `make` looks at
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("name", IN_CONTAINERS)
 def test_a_page_on_containers_can_be_followed(
     stack: Stack, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
