@@ -16,7 +16,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.errors import KeyNotFoundError, NotFoundError
+from nats.js.errors import NotFoundError
 
 from serve_common.api.queries import VERBS
 from serve_common.api.views import ErrorView, EventView, GoalStatus, StatusView
@@ -37,6 +37,7 @@ from serve_controller.shell.service import ControllerService
 from tests.simulation.world import SilentTelemetry
 from tests.support.memory_store import MemoryStore
 from tests.support.servers.nats_server import NatsServer, connected
+from tests.support.snapshot_bucket import read_bucket
 from tests.support.waiting import eventually
 
 SOON_S = 15.0
@@ -163,16 +164,8 @@ class Stack:
 
     async def bucket(self) -> dict[str, Snapshot]:
         """What routers would read."""
-        # Not by a watch: the word that it has told everything may come before what it tells.
-        stream, prefix = f"KV_{self.subjects.bucket}", f"$KV.{self.subjects.bucket}."
-        context = self.client.jetstream()
-        subjects = (await context.stream_info(stream, subjects_filter=f"{prefix}>")).state.subjects
-        kv = await context.key_value(self.subjects.bucket)
-        found = {}
-        for key in (subject.removeprefix(prefix) for subject in subjects or ()):
-            with contextlib.suppress(KeyNotFoundError):  # deleted, and only its deletion is there
-                found[key] = msgspec.json.decode((await kv.get(key)).value or b"", type=Snapshot)
-        return found
+        held = await read_bucket(self.client, self.subjects)
+        return {key: msgspec.json.decode(value, type=Snapshot) for key, value in held.items()}
 
     def recorded(self) -> dict[str, Snapshot]:
         assert self.controller.service.term is not None

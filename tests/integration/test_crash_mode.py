@@ -13,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from nats.js.errors import KeyNotFoundError
 
 from serve_common.api.queries import GetDeploymentInfo
 from serve_common.api.views import DeploymentStatus, GoalStatus, GoalView
 from serve_controller.shell.boundary import EFFECTS
 from tests.support.servers.nats_server import NatsServer
 from tests.support.servers.postgres_server import PostgresServer
+from tests.support.snapshot_bucket import read_bucket
 from tests.support.stacks.control_plane import (
     CHANGE_LIMIT_S,
     ROOT,
@@ -205,19 +205,11 @@ async def _is_at_rest(plane: ControlPlane) -> bool:
         if plane.proxy.routed_to(f"backends.default.{name}") != replicas:
             return False
         running |= replicas
-    kv = await plane.client.jetstream().key_value(plane.subjects.bucket)
     rows = await plane.fetch("SELECT key, value FROM muster.checkpoint_rows WHERE kind = 'snapshot'")
-    for row in rows:
-        try:
-            entry = await kv.get(row["key"])
-        except KeyNotFoundError:
-            return False
-        recorded = msgspec.json.decode(row["value"])
-        held = msgspec.json.decode(entry.value or b"{}")
-        if held["snapshot_id"] != recorded["snapshot"]["snapshot_id"]:
-            return False
-    keys = set(await kv.keys())
-    return plane.host.running == running and keys == {row["key"] for row in rows}
+    recorded = {row["key"]: msgspec.json.decode(row["value"])["snapshot"]["snapshot_id"] for row in rows}
+    bucket = await read_bucket(plane.client, plane.subjects)
+    held = {key: msgspec.json.decode(value)["snapshot_id"] for key, value in bucket.items()}
+    return plane.host.running == running and held == recorded
 
 
 async def test_a_boundary_that_does_not_exist_is_refused_at_the_start(
