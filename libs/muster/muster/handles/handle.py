@@ -150,7 +150,7 @@ class DeploymentHandle(Generic[T]):
             shard_key=options.shard_key,
             is_repeatable=options.is_repeatable,
             deadline=compute_deadline(options, None if context is None else context.deadline, now, unix_now),
-            request_id=uuid.uuid4().hex if context is None else context.request_id,
+            request_id=str(uuid.uuid4()) if context is None else context.request_id,
             traceparent=traceparent,
             trace=trace,
             code_versions=None if replica is None else replica.peer_versions,

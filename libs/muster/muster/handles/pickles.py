@@ -113,7 +113,7 @@ def to_exception(error: ServeError) -> Exception:
         exception = _from_replica_error(error)
         is_own = error.code == UserCodeRaised.error_code
     else:
-        exception = _as_actor_error(error) if type(error) is ReplicaDied and _has_rays_errors() else error
+        exception = _as_rays_error(error) if type(error) in _RAY_NAMESAKES and _has_rays_errors() else error
         is_own = isinstance(error, RequestCancelledError)
     if isinstance(exception, ServeError):
         exception.is_of_call = not is_own
@@ -163,26 +163,35 @@ def _has_rays_errors() -> bool:
     return "ray.exceptions" in sys.modules and (replica is None or replica.is_program)
 
 
-def _as_actor_error(error: ReplicaDied) -> ReplicaDied:
-    """The death of a replica as Ray's `ActorDiedError` too, which a program that imports Ray may catch."""
-    kind = _actor_error_class(sys.modules["ray.exceptions"].ActorDiedError)
-    combined = kind(str(error))
-    vars(combined).update(vars(error))
-    return combined
+_RAY_NAMESAKES: Final[dict[type[ServeError], str]] = {
+    ReplicaDied: "ActorDiedError",
+    RequestCancelledError: "TaskCancelledError",
+}
+"""Errors that are an error of Ray's too, in Ray Serve."""
+
+
+def _as_rays_error(error: ServeError) -> ServeError:
+    """The error as its namesake of `ray.exceptions` too, which a program that imports Ray may catch."""
+    combined = _combined_class(
+        type(error), getattr(sys.modules["ray.exceptions"], _RAY_NAMESAKES[type(error)])
+    )
+    exception = combined(*error.args)
+    vars(exception).update(vars(error))
+    return exception
 
 
 @functools.cache
-def _actor_error_class(ray_error: type[Exception]) -> type[ReplicaDied]:
-    def construct(self: ReplicaDied, message: str) -> None:
+def _combined_class(own: Any, ray_error: Any) -> type[ServeError]:
+    def construct(self: ServeError, *args: Any) -> None:
         ray_error.__init__(self)
-        ReplicaDied.__init__(self, message)
-        self.args = (message,)
+        own.__init__(self, *args)
+        self.args = args
 
-    def reduce(self: ReplicaDied) -> tuple[Any, ...]:
-        return ReplicaDied, self.args  # another process may have no Ray
+    def reduce(self: ServeError) -> tuple[Any, ...]:
+        return own, self.args  # another process may have no Ray
 
-    own = {"__init__": construct, "__reduce__": reduce, "__str__": Exception.__str__}
-    return type(ReplicaDied.__name__, (ReplicaDied, ray_error), own)
+    members: dict[str, Any] = {"__init__": construct, "__reduce__": reduce, "__str__": own.__str__}
+    return type(own.__name__, (own, ray_error), members)
 
 
 def _as_task_error(exception: Exception, remote_traceback: str) -> Exception:

@@ -22,6 +22,7 @@ from muster.sdk.deployments import Application, Deployment
 from muster.sdk.files import Files, PackagedEnvironment
 from muster.sdk.policies import BuiltPolicy, build_policy, find_application_policy, find_policy
 from serve_common.config.autoscaling import PolicyScope
+from serve_common.errors import BadField
 from serve_common.protocol.code import digest_code
 
 _log: Final = logging.getLogger("ray.serve")
@@ -163,6 +164,15 @@ def build_app(
     """
     builder = _Builder(name)
     ingress = builder.add(app)
+    if (
+        sum(hasattr(each.bound_deployment.func_or_class, "__muster_asgi__") for _, each, _ in builder.order)
+        > 1
+    ):
+        raise BadField(
+            "app",
+            f'Found multiple FastAPI deployments in application "{name}". Please only include one deployment '
+            "with @serve.ingress in your application to avoid this issue.",
+        )
     configured = [(final, configure(final, each.bound_deployment)) for final, each, _ in builder.order]
     policies = {final: find_policy(final, bound) for final, bound in configured}
     shared = find_application_policy(autoscaling_policy)

@@ -66,7 +66,7 @@ class NatsReplicaEvaluator:
             raise PolicyFailed(
                 f"what it needs to know has {len(body):,} bytes, and at most {REQUEST_BYTES_MAX:,} can be sent"
             )
-        request_id = uuid.uuid4().hex
+        request_id = str(uuid.uuid4())
         order = EvaluationOrder(request_id=request_id, replica_tag=replica_tag, body=body)
         result: asyncio.Future[EvaluationResult] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = host_id, replica_tag, result

@@ -448,7 +448,7 @@ class HttpConnection(web.RequestHandler):
         """Respond to a request that could not be parsed, or whose handler failed."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
-        request_id = uuid.uuid4().hex
+        request_id = str(uuid.uuid4())
         problem = build_parse_problem(exc, message)
         if problem is None:
             _log.error("connection_failed", exc_info=exc)

@@ -66,7 +66,7 @@ def client_host(request: web.BaseRequest) -> str:
 def refusal(request: web.BaseRequest, problem: Problem) -> web.Response:
     """The error response for ``problem``."""
     exchange = request.get(EXCHANGE)
-    return problem_response(problem, uuid.uuid4().hex if exchange is None else exchange.request_id)
+    return problem_response(problem, str(uuid.uuid4()) if exchange is None else exchange.request_id)
 
 
 def add_vary(response: web.StreamResponse, *names: str) -> None:

@@ -25,8 +25,15 @@ from serve_common.runtime.tasks import OwnedTask, TaskOwner
 
 
 def request_ids(random_bits: Callable[[int], int]) -> Callable[[], str]:
-    """Return a function that makes ids, 32 hexadecimal digits, for requests that come without one."""
-    return lambda: f"{random_bits(128):032x}"
+    """Return a function that makes ids for requests that come without one: 32 hexadecimal digits with hyphens, as in
+    UUIDs (8-4-4-4-12).
+    """
+
+    def new_request_id() -> str:
+        digits = f"{random_bits(128):032x}"
+        return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+    return new_request_id
 
 
 @final

@@ -75,8 +75,8 @@ class RequestTraces:
         """Decide whether an HTTP request is sampled; returns its trace if so, and sets it as ``headers.observer``.
         ``headers.traceparent`` is set to what is sent to replicas.
 
-        A trace that starts here uses the request id as its id if the proxy generated that, of 32 hexadecimal digits;
-        ids chosen by clients may repeat.
+        A trace that starts here has the digits of the request's id as its own if the proxy generated that; ids chosen
+        by clients may repeat.
         """
         parent = self._decide(headers, request_id)
         if parent is None:
@@ -99,7 +99,9 @@ class RequestTraces:
     def _decide(self, headers: RequestHeaders, request_id: str) -> TraceParent | None:
         """The parent of a sampled request's span; None if it is not sampled."""
         # A client may repeat its request ids, so they name no trace.
-        parent = self._tracer.decide(headers.traceparent, "" if headers.request_id else request_id)
+        parent = self._tracer.decide(
+            headers.traceparent, "" if headers.request_id else request_id.replace("-", "")
+        )
         if parent.is_sampled:
             return parent
         headers.traceparent = parent.header

@@ -124,6 +124,12 @@ from serve_common.errors import ReplicaDied
 died = to_exception(ReplicaDied("it died"))
 print(isinstance(died, RayActorError), isinstance(died, ReplicaDied), str(died))
 print(type(pickle.loads(pickle.dumps(died))) is ReplicaDied)
+from muster.exceptions import RequestCancelledError
+from ray.exceptions import TaskCancelledError
+
+cancelled = to_exception(RequestCancelledError("abc"))
+print(isinstance(cancelled, TaskCancelledError), isinstance(cancelled, RequestCancelledError), str(cancelled))
+print(type(pickle.loads(pickle.dumps(cancelled))) is RequestCancelledError)
 replica.is_program = False
 print(type(to_exception(ReplicaDied("it died"))) is ReplicaDied)
 """
@@ -144,6 +150,8 @@ async def test_a_program_that_imports_ray_gets_exceptions_that_are_its_task_erro
         "True",
         "True",
         "True True it died",
+        "True",
+        "True True Request abc was cancelled.",
         "True",
         "True",
     ], err.decode()

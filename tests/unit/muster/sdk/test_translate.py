@@ -72,6 +72,21 @@ def test_what_is_run_with_another_number_of_replicas_keeps_those_that_run() -> N
     assert version(Model.options(num_replicas=3), is_file=False) == version(Model, is_file=False)
 
 
+def test_an_application_has_one_ingress_as_in_ray_serve() -> None:
+    async def asgi(scope: Any, receive: Any, send: Any) -> None: ...
+
+    @serve.deployment
+    @serve.ingress(asgi)
+    class Ingress:
+        def __init__(self, inner: Any = None) -> None: ...
+
+    assert build_app(Ingress.bind(Model.bind()), name="app", route_prefix="/").ingress == "Ingress"
+    with pytest.raises(
+        serve.exceptions.RayServeException, match='multiple FastAPI deployments in application "app"'
+    ):
+        build_app(Ingress.bind(Ingress.bind()), name="app", route_prefix="/")
+
+
 def test_replicas_may_call_other_applications() -> None:
     assert backend_config(Model).may_call == ("*",)
 

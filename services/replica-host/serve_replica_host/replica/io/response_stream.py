@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import ipaddress
+import json
 import re
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import PurePath
 from typing import Any, Final, final
 
@@ -18,6 +21,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from serve_common.errors import UserCodeRaised
 from serve_common.protocol.frames import Headers
+from serve_common.runtime.request_context import is_program_replica
 from serve_replica_host.replica.io.request import (
     UNSENT_BYTES_MAX,
     UNSENT_PIECES_MAX,
@@ -90,6 +94,22 @@ class PlainStream(msgspec.Struct, frozen=True, gc=False):
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_as_json, decimal_format="number")
+_AS_THEY_ARE: Final = (bytes, bytearray, datetime, timedelta, Decimal)
+"""Types that FastAPI's encoder, which Ray Serve uses, writes in another form than msgspec does."""
+
+
+def _as_fastapi_does(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Decimal):
+        exponent = value.as_tuple().exponent  # a letter for NaN and infinity
+        return int(value) if isinstance(exponent, int) and exponent >= 0 else float(value)
+    return value.decode()
+
+
+_encode_as_ray_serve: Final = json.JSONEncoder(separators=(",", ":"), default=_as_fastapi_does).encode
 
 
 def to_response(result: Any) -> WholeResponse | PlainStream | Response:
@@ -120,9 +140,14 @@ def to_response(result: Any) -> WholeResponse | PlainStream | Response:
 def encode_json(value: Any) -> bytes:
     """Encode ``value`` as JSON: also numpy and pydantic values, paths, mappings, and objects by their attributes.
 
+    In replicas of programs the bytes are Ray Serve's: ASCII, and `NaN` as itself.
+
     Raises `NotAResponse`.
     """
     try:
+        if is_program_replica():
+            plain = msgspec.to_builtins(value, builtin_types=_AS_THEY_ARE, enc_hook=_as_json)
+            return _encode_as_ray_serve(plain).encode()
         return _encoder.encode(value)
     except NotImplementedError as error:
         raise NotAResponse(

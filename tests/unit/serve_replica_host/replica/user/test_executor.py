@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from enum import Enum
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import pytest
@@ -34,6 +39,7 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.protocol.frames import RequestHead, RequestKind
+from serve_common.runtime import request_context
 from serve_replica_host.replica.io.flow import BodyReader
 from serve_replica_host.replica.io.request import (
     UNSENT_BYTES_MAX,
@@ -178,6 +184,35 @@ def test_models_are_json_by_alias_without_their_secrets_as_in_ray_serve() -> Non
 
     assert isinstance(answer, WholeResponse)
     assert answer.body == b'[{"className":"cat","raw":"x","key":"**********"},{"key":"**********"}]'
+
+
+def test_a_program_s_json_has_ray_serves_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_context, "_current", SimpleNamespace(is_program=True))
+    at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+    answer = to_response(
+        {
+            "é": [math.nan, -math.inf, 1.0, None],
+            None: {True: b"raw", 7: bytearray(b"more")},
+            "at": [at, at.replace(tzinfo=None), at.date(), timedelta(seconds=90)],
+            "decimals": [Decimal("1.50"), Decimal(2), Decimal("NaN")],
+            "more": (Path("/a"), {1}, UUID(int=5), Colour.RED, deque([1])),
+        }
+    )
+
+    assert isinstance(answer, WholeResponse)
+    assert answer.body == (
+        rb'{"\u00e9":[NaN,-Infinity,1.0,null],"null":{"true":"raw","7":"more"},'
+        b'"at":["2026-01-02T03:04:05+00:00","2026-01-02T03:04:05","2026-01-02",90.0],'
+        b'"decimals":[1.5,2,NaN],'
+        b'"more":["/a",[1],"00000000-0000-0000-0000-000000000005","red",[1]]}'
+    )
+    with pytest.raises(NotAResponse, match="utf-8"):
+        to_response([b"\xff"])
+
+
+class Colour(Enum):
+    RED = "red"
 
 
 def test_values_that_fastapi_can_encode_are_json() -> None:
