@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,6 +53,11 @@ async def stack(
 def parent(flags: str = "01") -> tuple[str, dict[str, str]]:
     trace_id = uuid.uuid4().hex
     return trace_id, {"traceparent": f"00-{trace_id}-{PARENT}-{flags}"}
+
+
+def trace_of(headers: Mapping[str, str]) -> str:
+    """The trace that began with a request: it has the digits of the id that the proxy gave it."""
+    return headers["X-Request-ID"].replace("-", "")
 
 
 async def spans_of(receiver: OtlpReceiver, trace_id: str, count: int) -> list[ReceivedSpan]:
@@ -186,9 +191,9 @@ async def test_what_its_parent_did_not_sample_goes_on_so(stack: Stack, receiver:
 async def test_nonsense_for_a_parent_begins_a_new_trace(stack: Stack, receiver: OtlpReceiver) -> None:
     (replica,) = await stack.serve(R0)
     _, _, headers = await stack.get("/echo", headers={"traceparent": "00-a-b-01", "tracestate": "x=1"})
-    proxy, _ = await spans_of(receiver, headers["X-Request-ID"], 2)
+    proxy, _ = await spans_of(receiver, trace_of(headers), 2)
     assert (proxy.parent_id, proxy.tracestate) == ("", "")
-    assert replica.seen[-1].traceparent.startswith(f"00-{headers['X-Request-ID']}-")
+    assert replica.seen[-1].traceparent.startswith(f"00-{trace_of(headers)}-")
 
 
 async def test_with_ratio_0_nothing_is_exported_and_replicas_are_told(
@@ -203,7 +208,7 @@ async def test_with_ratio_0_nothing_is_exported_and_replicas_are_told(
             await stack.get("/echo")
         assert {head.traceparent[-3:] for head in replica.seen} == {"-00"}
         assert len({head.traceparent for head in replica.seen}) == 20
-        assert all(head.request_id.replace("-", "") in head.traceparent for head in replica.seen)
+        assert all(trace_of({"X-Request-ID": head.request_id}) in head.traceparent for head in replica.seen)
         trace_id, headers = parent()
         await stack.get("/echo", headers=headers)  # its parent decides
         await spans_of(receiver, trace_id, 2)
@@ -222,7 +227,7 @@ async def test_the_standard_s_variables_are_heeded(
     async with traced(shared_server, monkeypatch, environment) as stack:
         await stack.serve(R0)
         _, _, headers = await stack.get("/echo")
-        proxy, _ = await spans_of(receiver, headers["X-Request-ID"], 2)
+        proxy, _ = await spans_of(receiver, trace_of(headers), 2)
     assert receiver.headers[0]["api-key"] == "open sesame"
     assert receiver.headers[0]["content-encoding"] == "gzip"
     expected = {
@@ -274,7 +279,7 @@ async def test_a_receiver_that_comes_back_is_sent_what_happens_then(
     await asyncio.to_thread(until, lambda: receiver.headers)
     receiver.status = 200
     _, _, headers = await stack.get("/echo")
-    await spans_of(receiver, headers["X-Request-ID"], 2)
+    await spans_of(receiver, trace_of(headers), 2)
 
 
 def test_where_tracing_is_off_opentelemetry_s_sdk_is_never_imported(tmp_path: Path) -> None:

@@ -172,9 +172,8 @@ _RAY_NAMESAKES: Final[dict[type[ServeError], str]] = {
 
 def _as_rays_error(error: ServeError) -> ServeError:
     """The error as its namesake of `ray.exceptions` too, which a program that imports Ray may catch."""
-    combined = _combined_class(
-        type(error), getattr(sys.modules["ray.exceptions"], _RAY_NAMESAKES[type(error)])
-    )
+    own: Any = type(error)
+    combined = _combined_class(own, getattr(sys.modules["ray.exceptions"], _RAY_NAMESAKES[own]))
     exception = combined(*error.args)
     vars(exception).update(vars(error))
     return exception
