@@ -1,7 +1,7 @@
 """``python -m bench.hangs``: nats-server stands still for 4, 12 and 25 s under load, idle and in an update.
 
-As after SIGSTOP: no connection breaks, and nothing comes through. `tests/integration/test_replica_chaos.py` has one
-short hang.
+As after SIGSTOP: no connection breaks, and nothing comes through. With ``--direct all`` requests go on over links.
+`tests/integration/test_replica_chaos.py` has one short hang.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from serve_common.runtime.settings import DirectMode
 from tests.support.loads.steady_load import error_code
 from tests.support.stacks.loaded_stack import CHANGE_LIMIT_S, ROUTE, LoadedStack
 
 REPLICAS = 4
-REQUESTS_PER_S = 100
 BEFORE_S = 2.0
 AFTER_S = 5.0
 BACK_WITHIN_S = 1.0
@@ -66,6 +66,12 @@ class Hang(msgspec.Struct, kw_only=True):
         return [a for a in self.answers if a.what != "200" and a.sent_s >= seconds]
 
     @property
+    def meanwhile(self) -> tuple[int, int]:
+        """Of the requests that were sent while NATS stood still, how many were answered before the thaw, and all."""
+        sent = [a for a in self.answers if -self.seconds <= a.sent_s < 0]
+        return sum(a.what == "200" and a.ended_s < 0 for a in sent), len(sent)
+
+    @property
     def twice(self) -> list[str]:
         """Requests that were run more than once."""
         return [number for number, count in self.runs.items() if count > 1]
@@ -81,14 +87,20 @@ class Hang(msgspec.Struct, kw_only=True):
         """What came of it, in one line."""
         what = ", ".join(f"{count} x {name}" for name, count in Counter(a.what for a in self.answers).items())
         kind = "in a rolling update" if self.is_updating else "idle"
+        answered, sent = self.meanwhile
         return (
-            f"{self.seconds:g} s, {kind}: {what}; {len(self.twice)} run twice; "
+            f"{self.seconds:g} s, {kind}: {what}; {answered} of {sent} sent meanwhile were answered before the thaw; "
+            f"{len(self.twice)} run twice; "
             f"back {self.back_s:.2f} s after the thaw; {self.replaced() or 'no replica replaced'}"
         )
 
 
-async def hang(stack: LoadedStack, version: str, seconds: float, record: Path, *, is_updating: bool) -> Hang:
+async def hang(
+    stack: LoadedStack, version: str, seconds: float, record: Path, *, rate: float, is_updating: bool
+) -> Hang:
     """Deploy ``version``, stop NATS for so long under load, let it go on, and look at what came of everything.
+
+    ``rate`` is that of the requests, in 1/s.
 
     ``record`` is a file that does not exist yet; the replicas write into it.
     """
@@ -121,7 +133,7 @@ async def hang(stack: LoadedStack, version: str, seconds: float, record: Path, *
             number, due = 0, loop.time()
             while not ended.is_set():
                 requests.create_task(ask(number))
-                number, due = number + 1, due + 1 / REQUESTS_PER_S
+                number, due = number + 1, due + 1 / rate
                 await asyncio.sleep(max(0.0, due - loop.time()))
 
         async with asyncio.TaskGroup() as requests:
@@ -172,11 +184,13 @@ async def measure(options: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory(prefix="mh-", ignore_cleanup_errors=True) as text:
         directory = Path(text)
         (directory / "state").mkdir()
-        async with LoadedStack.running(directory / "state") as stack:
+        async with LoadedStack.running(directory / "state", DirectMode(options.direct)) as stack:
             for seconds in options.seconds:
                 for is_updating in (False, True):
                     name = f"{'update' if is_updating else 'idle'}-{seconds:g}"
-                    outcome = await hang(stack, name, seconds, directory / name, is_updating=is_updating)
+                    outcome = await hang(
+                        stack, name, seconds, directory / name, rate=options.rate, is_updating=is_updating
+                    )
                     print(outcome.line(), flush=True)
                     for failure in outcome.failed_after(BACK_WITHIN_S)[:5]:
                         print(f"  failed after the thaw: {failure}")
@@ -193,6 +207,10 @@ def main() -> int:
     """0: nothing replaced, nothing run twice, and back within a second; 1: something was not so."""
     parser = argparse.ArgumentParser(prog="python -m bench.hangs", description=__doc__)
     parser.add_argument("--seconds", type=float, nargs="+", default=[4.0, 12.0, 25.0])
+    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
+    parser.add_argument(
+        "--direct", choices=[mode.value for mode in DirectMode], default=DirectMode.BODIES.value
+    )
     is_well = asyncio.run(measure(parser.parse_args()))
     print("as promised" if is_well else "NOT as promised")
     return 0 if is_well else 1

@@ -57,7 +57,7 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
 async def test_a_hang_of_nats_replaces_no_replica_and_runs_nothing_twice(
     stack: LoadedStack, tmp_path: Path
 ) -> None:
-    hang = await hangs.hang(stack, "hung", HANG_S, tmp_path / "runs", is_updating=True)
+    hang = await hangs.hang(stack, "hung", HANG_S, tmp_path / "runs", rate=100.0, is_updating=True)
     print(hang.line())
     assert hang.replaced() == ""
     assert hang.twice == []
