@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster libs/embedded services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
+	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-link-cuts bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
 	parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
 
 help: ## Show this list
@@ -82,6 +82,9 @@ bench-full-disk: $(STAMP) ## Fill the disk under a whole stack for a minute (nee
 
 bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle and in an update, and count what that costs
 	$(PY) -m bench.hangs
+
+bench-link-cuts: $(STAMP) ## Cut direct links and connections to NATS under 10,000 requests of all kinds while replicas roll
+	$(PY) -m bench.link_cuts
 
 bench-restored: $(STAMP) ## Restore Postgres to a state of 20 changes ago under load, again and again; backups under changes
 	$(PY) -m bench.restored

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench import chaos, hangs
+from bench import chaos, hangs, link_cuts
 from bench.chaos import CLIENTS, KINDS
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
@@ -29,6 +29,7 @@ REQUESTS_PER_S = 550
 SERVED_MIN = CLIENTS
 """Of each kind, for a storm to count: as if each client had asked once."""
 KILLED_FOR_S = 10.0
+CUT_REQUESTS = 420
 HANG_S = 4.0
 SEED = 20_000
 REPLICAS = 6
@@ -52,6 +53,19 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
         "of two proxies with two each and of all replicas, three times"
     )
     assert min(storm.load.served[kind] for kind in KINDS) >= SERVED_MIN
+
+
+async def test_links_and_connections_that_are_cut_at_any_byte_fail_no_request_and_run_none_twice(
+    stack: LoadedStack, tmp_path: Path
+) -> None:
+    storm = await link_cuts.storm(stack, CUT_REQUESTS, SEED, tmp_path / "runs")
+    print(f"seed {SEED}: {storm.line()}")
+    assert storm.failures == []
+    assert storm.twice == []
+    assert storm.served.keys() == set(link_cuts.KINDS)
+    assert storm.link_cuts > CUT_REQUESTS / 20
+    assert storm.rolls >= 1
+    assert storm.nats_cuts >= 1
 
 
 async def test_a_hang_of_nats_replaces_no_replica_and_runs_nothing_twice(

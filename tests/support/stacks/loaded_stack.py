@@ -68,7 +68,9 @@ class LoadedStack:
     """A running stack. Each test leaves it whole."""
 
     def __init__(self, paths: StatePaths, ray_dir: Path, direct: DirectMode = DirectMode.BODIES) -> None:
-        self._direct = direct
+        self.direct = direct
+        self.direct_dirs = [ray_dir / str(number) / "direct" for number in _NUMBERS]
+        """Where replicas make the sockets of direct links, by host."""
         self.controllers: list[ControllerProcess] = []
         """Those that live."""
         self.retries: list[str] = []
@@ -161,7 +163,7 @@ class LoadedStack:
                     msgspec.structs.replace(
                         spec,
                         name=name,
-                        env={**spec.env, **own[spec.name], "MUSTER_DIRECT": self._direct.value},
+                        env={**spec.env, **own[spec.name], "MUSTER_DIRECT": self.direct.value},
                         log_path=self._paths.log(name),
                         ready_timeout_s=STARTS_WITHIN_S,
                     )

@@ -64,6 +64,8 @@ ACCEPTED: Final = 101
 _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 _SUBJECTS_CACHED_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
+_AGE_S_MIN: Final = 0.001
+"""Of a request that was sent in this very iteration of the loop: a `ProbeHead` with 0 tells no age."""
 
 
 @final
@@ -178,7 +180,7 @@ class Outgoing:
         incoming = None if call.response_reader is None else call.response_reader.incoming
         received, limit = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
         attempt.probed_sent = _sent_frames(call)
-        self._try_publish(attempt, ProbeHead(now - attempt.sent_at, received, limit))
+        self._try_publish(attempt, ProbeHead(max(now - attempt.sent_at, _AGE_S_MIN), received, limit))
 
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""

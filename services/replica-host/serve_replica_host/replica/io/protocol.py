@@ -107,6 +107,7 @@ class ReplicaProtocol:
         self._reconnects = 0
         self._drain_started_at = float("-inf")
         self._connected_at = float("-inf")
+        self._link_lost_at = float("-inf")
 
     @property
     def in_flight(self) -> int:
@@ -141,7 +142,8 @@ class ReplicaProtocol:
         self._connected_at = self._now()
 
     def seconds_until_probed(self) -> float:
-        """Seconds in which routers may still re-request responses that were lost with a bus connection, theirs or ours.
+        """Seconds in which routers may still re-request responses that were lost with a bus connection, theirs or ours,
+        or with a direct link; or have not yet all parts of one.
 
         Call it again afterwards: a disconnect meanwhile extends the time.
         """
@@ -149,6 +151,9 @@ class ReplicaProtocol:
         if self._is_disconnected:
             return _PROBES_WITHIN_S  # from the time of the reconnect
         until = self._connected_at + _PROBES_WITHIN_S if self._reconnects else now
+        until = max(until, self._link_lost_at + _PROBES_WITHIN_S)
+        if self._slots.unacknowledged:
+            until = max(until, now + _RECENT_PROBE_S)
         last_at = self._slots.recent.last_at
         if now - last_at < _IN_USE_S:
             until = max(until, last_at + _RECENT_PROBE_S, self._drain_started_at + _RECENT_PROBE_S)
@@ -168,6 +173,8 @@ class ReplicaProtocol:
     def link_lost(self, link: DirectLink) -> None:
         """A link has ended: its routers probe over the bus."""
         self._frames.drop_link(link)
+        self._link_lost_at = self._now()
+        self._idle_sockets.restart()
 
     def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes) -> None:
         """Process a frame that came over ``link`` for the request of ``reply``."""

@@ -13,6 +13,8 @@ from serve_replica_host.replica.io.request import Phase, ReplicaRequest
 
 IDLE_S: Final = 1.0
 """Seconds without a message in either direction after which a socket is quiet."""
+_RESENT_WITHIN_S: Final = 0.2
+"""Seconds after a router's probe within which it sends again what the replica lacks; routers probe every second."""
 SERVICE_RESTART: Final = 1012
 """WebSocket close code (registered for RFC 6455): reconnect."""
 CLOSE_REASON: Final = "the replica is being replaced"
@@ -32,6 +34,10 @@ class IdleSockets:
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[int, float]] = {}
         """Number of frames, and since when it is unchanged, by reply subject."""
+
+    def restart(self) -> None:
+        """Take all sockets as used now: messages were lost on their way, and come again."""
+        self._seen.clear()
 
     def find(self, exchanges: Iterable[ReplicaRequest], now: float) -> list[ReplicaRequest]:
         """The exchanges whose sockets were quiet for `IDLE_S` across calls; ``now`` is `time.monotonic`.
@@ -57,7 +63,9 @@ class IdleSockets:
             has_unsent = outgoing.source.has_from(outgoing.sent)
             if known is None or known[0] != frames or is_reply_due or has_unsent:
                 known = frames, now
-            elif now - known[1] >= IDLE_S:
+            elif (
+                now - known[1] >= IDLE_S and known[1] < exchange.last_seen_at <= now - _RESENT_WITHIN_S
+            ):  # its router was heard since, and would have sent again what was lost
                 quiet.append(exchange)
             seen[exchange.reply] = known
         self._seen = seen

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from serve_common.direct.link import DirectLink
 from serve_common.nats.options import NotConnected, PayloadTooLarge
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
@@ -517,6 +518,26 @@ async def test_a_replica_that_is_cut_off_stays_for_its_routers_until_it_was_back
     assert desk.side.seconds_until_probed() == 2.0
     desk.side.bus_joined()
     desk.now += 2.0
+    assert desk.side.seconds_until_probed() == 0.0
+
+
+async def test_a_replica_whose_link_was_cut_stays_for_the_probes_of_its_router(desk: Desk) -> None:
+    desk.side.link_lost(cast(DirectLink, None))
+    desk.now += 0.5
+    assert desk.side.seconds_until_probed() == 1.5
+    desk.now += 1.5
+    assert desk.side.seconds_until_probed() == 0.0
+
+
+async def test_a_replica_stays_until_its_router_has_all_of_a_long_answer(desk: Desk) -> None:
+    exchange = desk.begin()
+    desk.answer(exchange, bytes(2 * FRAME_BODY_BYTES_MAX))
+    assert desk.side.in_flight == 0
+    desk.side.start_drain()
+    desk.now += 3.0
+    assert desk.side.seconds_until_probed() > 0.0
+
+    desk.hear(CreditHead(0, 0, WINDOW_FRAMES + 2))
     assert desk.side.seconds_until_probed() == 0.0
 
 

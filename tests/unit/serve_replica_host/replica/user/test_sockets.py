@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.applications import Starlette
@@ -12,6 +12,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from structlog.testing import capture_logs
 
+from serve_common.direct.link import DirectLink
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_MESSAGES,
@@ -369,10 +370,13 @@ class Drain:
         self._side.start_drain()
         self._side.sweep()
 
-    def checks(self, *times_s: float) -> None:
-        """Let it look at its sockets at these times."""
+    def checks(self, *times_s: float, heard: bool = True) -> None:
+        """Let it look at its sockets at these times, when their routers have probed half a second before."""
         for time_s in times_s:
             self._now = self._started_at + time_s
+            for exchange in self._side._exchanges.values():
+                if heard:
+                    exchange.last_seen_at = max(exchange.last_seen_at, self._now - 0.5)
             self._side.sweep()
 
 
@@ -395,6 +399,21 @@ async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both
     await rig.idle()
     assert told == [{"type": "websocket.disconnect", "code": 1012, "reason": "the replica is being replaced"}]
     assert rig.metrics.answered == [101]
+
+
+async def test_a_drain_closes_no_socket_whose_router_was_not_heard_since_its_link_was_cut() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    drain = Drain(rig)
+    drain.checks(0.9)
+    rig.bus_side.link_lost(cast(DirectLink, None))
+    drain.checks(1.0, 2.5, 4.0, heard=False)
+    assert request.is_silent
+
+    drain.checks(4.5)
+
+    assert await request.frame() == closed_after(0)
+    await rig.idle()
 
 
 async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_that_are_not_open_yet() -> None:
