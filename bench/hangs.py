@@ -1,6 +1,7 @@
 """``python -m bench.hangs``: nats-server stands still for 4, 12 and 25 s under load, idle and in an update.
 
-As after SIGSTOP: no connection breaks, and nothing comes through. With ``--direct all`` requests go on over links.
+As after SIGSTOP: no connection breaks, and nothing comes through. With ``--killed`` it is gone instead, for as long.
+With ``--direct all`` requests go on over links.
 `tests/integration/test_replica_chaos.py` has one short hang.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import psutil
 
 from serve_common.runtime.settings import DirectMode
 from tests.support.loads.steady_load import error_code
@@ -96,11 +98,18 @@ class Hang(msgspec.Struct, kw_only=True):
 
 
 async def hang(
-    stack: LoadedStack, version: str, seconds: float, record: Path, *, rate: float, is_updating: bool
+    stack: LoadedStack,
+    version: str,
+    seconds: float,
+    record: Path,
+    *,
+    rate: float,
+    is_updating: bool,
+    is_killed: bool = False,
 ) -> Hang:
     """Deploy ``version``, stop NATS for so long under load, let it go on, and look at what came of everything.
 
-    ``rate`` is that of the requests, in 1/s.
+    ``rate`` is that of the requests, in 1/s; ``is_killed``: NATS ends, and is started again after that time.
 
     ``record`` is a file that does not exist yet; the replicas write into it.
     """
@@ -140,18 +149,23 @@ async def hang(
             requests.create_task(load())
             await asyncio.sleep(BEFORE_S)
             reply = await stack.deploy(f"{version}-next", REPLICAS) if is_updating else None
-            os.kill(nats, signal.SIGSTOP)
+            # Who starts it again stands still meanwhile.
+            stopped = psutil.Process(nats).ppid() if is_killed else nats
+            os.kill(stopped, signal.SIGSTOP)
+            if is_killed:
+                os.kill(nats, signal.SIGKILL)
             try:
                 await asyncio.sleep(seconds)
             finally:
-                os.kill(nats, signal.SIGCONT)
+                os.kill(stopped, signal.SIGCONT)
             thawed_at = loop.time()
             await asyncio.sleep(AFTER_S)
             if reply is not None:
                 await stack.done(reply)
             ended.set()
     after = await _settled(stack)
-    assert stack.process("nats").pid == nats, "nats-server was started anew, which is another fault"
+    if not is_killed:
+        assert stack.process("nats").pid == nats, "nats-server was started anew, which is another fault"
     return Hang(
         seconds=seconds,
         is_updating=is_updating,
@@ -189,7 +203,13 @@ async def measure(options: argparse.Namespace) -> bool:
                 for is_updating in (False, True):
                     name = f"{'update' if is_updating else 'idle'}-{seconds:g}"
                     outcome = await hang(
-                        stack, name, seconds, directory / name, rate=options.rate, is_updating=is_updating
+                        stack,
+                        name,
+                        seconds,
+                        directory / name,
+                        rate=options.rate,
+                        is_updating=is_updating,
+                        is_killed=options.killed,
                     )
                     print(outcome.line(), flush=True)
                     for failure in outcome.failed_after(BACK_WITHIN_S)[:5]:
@@ -208,6 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.hangs", description=__doc__)
     parser.add_argument("--seconds", type=float, nargs="+", default=[4.0, 12.0, 25.0])
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
+    parser.add_argument("--killed", action="store_true", help="NATS is gone, and does not only stand still")
     parser.add_argument(
         "--direct", choices=[mode.value for mode in DirectMode], default=DirectMode.BODIES.value
     )
