@@ -58,7 +58,7 @@ bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to 
 
 .bench-peers/.installed: $(STAMP)
 	.venv/bin/uv venv --quiet --clear --python $(PY) .bench-peers
-	.venv/bin/uv pip install --quiet --python .bench-peers/bin/python 'ray[serve]==2.60.0' python-multipart
+	.venv/bin/uv pip install --quiet --compile-bytecode --python .bench-peers/bin/python 'ray[serve]==2.60.0' python-multipart
 	touch $@
 
 bench-peers: .bench-peers/.installed ## Both of these beside Ray Serve 2.60, which has a virtual environment of its own

@@ -79,7 +79,9 @@ def _spec(directory: Path, python: Path, number: int, port: int, variables: Mapp
         *("--temp-dir", str(directory / f"r{number}"), "--cpus", str(_CPUS)),
         *("--port", str(port), "--ready", str(ready)),
     ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # As our own services' bytecode is cached, so is theirs; the packages are compiled when they are installed.
+    left_out = ("RAY_", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return ProcessSpec(
         name="serve",
         argv=argv,
