@@ -26,7 +26,7 @@ import uvloop
 from serve_common.config.backend import HttpOptions, ReplicaConfig
 from serve_common.names import BackendTag, ProxyId, ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal
-from serve_common.runtime.settings import BusSettings, OperationsSettings
+from serve_common.runtime.settings import BusSettings, DirectMode, OperationsSettings
 from serve_common.telemetry.trace_context import read_tracing_settings
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
@@ -44,18 +44,27 @@ class RunOrder(msgspec.Struct, kw_only=True):
     max_concurrent_queries: int = 100
     request_timeout_s: float = 30.0
     body_bytes_max: int = 10 * 1024 * 1024
+    direct: DirectMode = DirectMode.BODIES
+    direct_dir: str = ""
+    """Of the sockets of direct links; empty: there are none."""
 
 
-def bus_settings(url: str, role: str) -> BusSettings:
+def bus_settings(url: str, role: str, order: RunOrder) -> BusSettings:
     return BusSettings(
-        servers=[url], user="", password="", inbox_prefix=f"_INBOX_{role}", subject_prefix="serve"
+        servers=[url],
+        user="",
+        password="",
+        inbox_prefix=f"_INBOX_{role}",
+        subject_prefix="serve",
+        direct=order.direct,
+        direct_dir=order.direct_dir,
     )
 
 
 def proxy_settings(url: str, proxy_id: str, order: RunOrder) -> ProxySettings:
     return ProxySettings(
         proxy_id=ProxyId(proxy_id),
-        bus=bus_settings(url, "proxy"),
+        bus=bus_settings(url, "proxy", order),
         operations=OperationsSettings(host="127.0.0.1", port=0),
         http_host="127.0.0.1",
         http_port=0,
@@ -81,7 +90,7 @@ def start_order(url: str, replica_tag: str, order: RunOrder) -> StartReplicaRequ
         health_check_timeout_s=10.0,
         start_timeout_s=30.0,
     )
-    return StartReplicaRequest(goal=goal, bus=bus_settings(url, "replica"), app_dir=order.app_dir)
+    return StartReplicaRequest(goal=goal, bus=bus_settings(url, "replica", order), app_dir=order.app_dir)
 
 
 def tell(content: dict[str, Any]) -> None:

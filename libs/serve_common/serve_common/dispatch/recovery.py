@@ -170,15 +170,16 @@ class PendingReconnect:
             attempt = call.attempt
             if attempt is not None and link in (attempt.link, attempt.response_link):
                 attempt.link = attempt.response_link = None
-                self._outgoing.probe(call)
+                self._outgoing.probe(call, has_lost=True)
 
     def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
         self._failure_detector.reconnected(self._loop.time())
         active = self._registry.calls
         for call in list(active.values()):
-            if call.attempt is not None and call.key in active:
-                self._outgoing.probe(call)
+            attempt = call.attempt
+            if attempt is not None and call.key in active:
+                self._outgoing.probe(call, has_lost=attempt.response_link is None)
         pending = list(self.pending.values())
         self.pending.clear()
         for call in pending:

@@ -170,8 +170,10 @@ class Outgoing:
         if call.attempt is not None and self._try_publish(call.attempt, credit):
             call.attempt.has_probed = True
 
-    def probe(self, call: Call) -> None:
-        """Probe whether the call's replica still knows it, and tell it what has arrived of the response."""
+    def probe(self, call: Call, *, has_lost: bool = False) -> None:
+        """Probe whether the call's replica still knows it, and tell it what has arrived of the response; ``has_lost``:
+        let it send the rest again.
+        """
         attempt = call.attempt
         if attempt is None:
             return
@@ -180,7 +182,8 @@ class Outgoing:
         incoming = None if call.response_reader is None else call.response_reader.incoming
         received, limit = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
         attempt.probed_sent = _sent_frames(call)
-        self._try_publish(attempt, ProbeHead(max(now - attempt.sent_at, _AGE_S_MIN), received, limit))
+        age_s = max(now - attempt.sent_at, _AGE_S_MIN)
+        self._try_publish(attempt, ProbeHead(age_s, received, limit, has_lost))
 
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""
@@ -285,9 +288,10 @@ class ResponseReader:
                 self._take_refusal(call, reason)
             case ErrorHead(error_code, status, message):
                 self._registry.end_with(call, ReplicaError(error_code, status, message, bytes(body)))
-            case AliveHead(received, limit, has_gap):
+            case AliveHead():
                 self._prove_alive(call)
-                self._take_progress(call, attempt, received, limit, has_gap=has_gap)
+                self._take_progress(call, attempt, head)
+                self._check_arrived(call, head.sent)
             case _:
                 self._log_bad_frame("frame_unexpected", attempt, type(head).__name__)
 
@@ -368,7 +372,7 @@ class ResponseReader:
             if attempt is not None:
                 attempt.is_head_missing = True
         if is_new:
-            self._outgoing.probe(call)
+            self._outgoing.probe(call, has_lost=True)
 
     def _take_credit(self, call: Call, attempt: Attempt, frames: int, limit: int) -> None:
         if isinstance(call.response_reader, ReplicaSocket):
@@ -379,15 +383,20 @@ class ResponseReader:
             attempt.outgoing.allow(frames, limit)
             self._send_pieces(call, attempt)
 
-    def _take_progress(
-        self, call: Call, attempt: Attempt, received: int, limit: int, *, has_gap: bool
-    ) -> None:
+    def _check_arrived(self, call: Call, sent: int) -> None:
+        """Let the replica send again what it had ``sent`` before this and has not arrived."""
+        reader = call.response_reader
+        if sent > (0 if reader is None else reader.incoming.next_sequence):
+            self._outgoing.probe(call, has_lost=True)
+
+    def _take_progress(self, call: Call, attempt: Attempt, alive: AliveHead) -> None:
         """Send again what the replica lacks: what it had not received when it got a probe, or a later frame."""
+        received, limit = alive.received, alive.limit
         socket = call.response_reader if isinstance(call.response_reader, ReplicaSocket) else None
         outgoing = attempt.outgoing if socket is None else socket.outgoing
         if outgoing is None or not received:
             return
-        if (has_gap or received < attempt.probed_sent) and not outgoing.resume(received):
+        if (alive.has_gap or received < attempt.probed_sent) and not outgoing.resume(received):
             self._registry.fail(call, ReplicaDied("a part of the request was lost"))
         elif socket is not None:
             socket.allow(0, limit)

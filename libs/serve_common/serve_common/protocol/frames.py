@@ -130,9 +130,11 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     age_s: Seconds = 0.0
     """Seconds since it was sent; 0 is unknown."""
     received: Annotated[int, Meta(ge=-1, le=2**53)] = -1
-    """Frames of the response that have arrived in order: what was sent beyond them is sent again. -1 is unknown."""
+    """Frames of the response that have arrived in order. -1 is unknown."""
     limit: Count = 0
     """As of `CreditHead`, for the response; 0 is unknown."""
+    has_lost: bool = False
+    """What was sent beyond ``received`` was lost, and is sent again. Else it may be on its way."""
 
 
 class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
@@ -144,6 +146,9 @@ class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """As of `CreditHead`, for the request; 0 is unknown."""
     has_gap: bool = False
     """A later frame of the request has arrived, so what was sent from ``received`` on is sent again."""
+    sent: Count = 0
+    """Frames of the response that were sent before this, its head included: what has not arrived by then was lost, as
+    frames keep their order on one way. 0 is unknown."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):

@@ -280,7 +280,7 @@ async def test_an_upload_that_a_reconnect_interrupts_goes_on_where_its_replica_s
     received += world.take(BodyHead)[3]
     world.bus.sent.clear()  # the others are lost
     world.dispatcher.bus_reconnected()
-    assert world.take(ProbeHead)[1:3] == (reply, ProbeHead(0.001, 0))
+    assert world.take(ProbeHead)[1:3] == (reply, ProbeHead(0.001, 0, has_lost=True))
     world.answer(reply, AliveHead(2, WINDOW_FRAMES + 2))
     sequences = []
     while world.bus.sent:
@@ -361,7 +361,7 @@ async def test_a_lost_piece_is_asked_for_once_and_what_comes_twice_is_dropped(wo
     reply, _, answer = await world.stream()
     for number in (2, 3):
         world.answer(reply, BodyHead(number, False), b"x")
-    assert world.take(ProbeHead)[2] == ProbeHead(0.001, 1, WINDOW_FRAMES)
+    assert world.take(ProbeHead)[2] == ProbeHead(0.001, 1, WINDOW_FRAMES, has_lost=True)
     assert not world.bus.sent
     world.answer(reply, ResponseHead(200, [], False, 0), b"0")
     for number in (1, 2, 1, 2, 3):
@@ -399,6 +399,27 @@ async def test_credit_that_is_lost_is_part_of_the_next_probe(world: World) -> No
     world.answer(reply, BodyHead(CREDIT_FRAMES + 1, True), b"x")
     world.take(CreditHead)
     await read_all(answer.stream)
+
+
+async def test_what_a_replica_has_sent_before_it_answers_a_probe_and_is_not_here_was_lost(
+    world: World,
+) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.look(PROBE_AFTER_S)
+    assert not world.take(ProbeHead)[2].has_lost
+    world.answer(reply, AliveHead(sent=1))  # its head
+    assert world.take(ProbeHead)[2].has_lost
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    world.answer(reply, AliveHead(sent=1))
+    assert not world.bus.sent
+    world.answer(reply, AliveHead(sent=2))
+    probe = world.take(ProbeHead)[2]
+    assert (probe.received, probe.has_lost) == (1, True)
+    world.answer(reply, BodyHead(1, True), b"1")
+    world.take(CreditHead)
+    assert [await answer.stream.read() for _ in range(3)] == [b"0", b"1", None]
 
 
 async def test_a_probe_in_the_moment_of_its_request_tells_an_age(

@@ -243,14 +243,11 @@ class ReplicaProtocol:
                 self._responses.drop(exchange, STATUS_CANCELLED)
             case CloseHead():
                 self._bodies.take_close(exchange, head)
-            case ProbeHead(_, received, limit):
+            case ProbeHead():
                 if exchange.last_frame:  # it was answered, and the unwanted work goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
                     return
-                incoming = exchange.incoming
-                progress = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
-                self._frames.send(exchange.reply, AliveHead(*progress))
-                self._responses.resume(exchange, received, limit)
+                self._responses.answer_probe(exchange, head)
             case _:
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
@@ -261,8 +258,8 @@ class ReplicaProtocol:
         match head:
             case CreditHead(frames, _, limit):
                 self._responses.allow(exchange, frames, limit)
-            case ProbeHead(_, received, limit):
-                self._responses.resume(exchange, received, limit)
+            case ProbeHead():
+                self._responses.answer_probe(exchange, head)
             case _:
                 pass  # it has ended
         if type(head) is CancelHead or exchange.outgoing is None or exchange.outgoing.is_acknowledged:

@@ -17,11 +17,13 @@ from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
     WINDOW_MESSAGES,
+    AliveHead,
     ErrorHead,
     FrameUnreadable,
     Head,
     Headers,
     MessageHead,
+    ProbeHead,
     RequestKind,
     ResponseHead,
     encode_frame,
@@ -260,7 +262,18 @@ class ResponseFrames:
             exchange.outgoing.allow(frames, limit)
             self._pump(exchange)
 
-    def resume(self, exchange: ReplicaRequest, received: int, limit: int) -> None:
+    def answer_probe(self, exchange: ReplicaRequest, probe: ProbeHead) -> None:
+        """Say how far both directions are, take the credit, and send again what the router has lost."""
+        incoming, outgoing = exchange.incoming, exchange.outgoing
+        progress = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
+        sent = 0 if outgoing is None or probe.has_lost else outgoing.sent
+        self._frames.send(exchange.reply, AliveHead(*progress, sent=sent))
+        if probe.has_lost:
+            self._resume(exchange, probe.received, probe.limit)
+        elif probe.limit:
+            self.allow(exchange, 0, probe.limit)
+
+    def _resume(self, exchange: ReplicaRequest, received: int, limit: int) -> None:
         """Send again what the router does not have: it has ``received`` frames of the response."""
         outgoing, head = exchange.outgoing, exchange.response_head
         if received < 0 or outgoing is None or head is None:

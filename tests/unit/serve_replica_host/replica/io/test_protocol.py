@@ -28,6 +28,7 @@ from serve_common.protocol.frames import (
     decode_frame,
     encode_frame,
 )
+from serve_common.protocol.streams import RETAINED_BYTES_MAX
 from serve_common.runtime.threads import Mailbox
 from serve_replica_host.replica.io.body_frames import REQUEST_BODY_BYTES_MAX
 from serve_replica_host.replica.io.protocol import ROUTER_SILENT_S, ReplicaProtocol
@@ -202,8 +203,12 @@ async def test_a_large_answer_is_sent_again_from_what_its_router_has_until_that_
 
     for received in (2, 0):
         desk.sent.clear()
-        desk.hear(ProbeHead(1.0, received))
-        assert desk.sent == first[received:]
+        desk.hear(ProbeHead(1.0, received))  # the others may be on their way
+        assert desk.heads == [AliveHead(sent=4)]
+        desk.sent.clear()
+        desk.hear(ProbeHead(1.0, received, has_lost=True))
+        assert desk.heads[0] == AliveHead()
+        assert desk.sent[1:] == first[received:]
     desk.sent.clear()
     desk.hear(CreditHead(4, 20, 20))
     desk.hear(ProbeHead(1.0, 2))
@@ -216,7 +221,7 @@ async def test_what_a_router_does_not_ask_for_is_held_for_seconds_and_within_bou
     desk.now += 60.0
     desk.side.sweep()
     desk.side.bus_joined()
-    desk.hear(ProbeHead(60.0, 1))
+    desk.hear(ProbeHead(60.0, 1, has_lost=True))
     assert desk.heads[-1] == BodyHead(1, True)
     desk.now += 6.0
     desk.side.sweep()
@@ -226,6 +231,20 @@ async def test_what_a_router_does_not_ask_for_is_held_for_seconds_and_within_bou
     for number in range(UNACKNOWLEDGED_MAX + 5):
         desk.answer(desk.begin(reply=b"_INBOX.n%d" % number), bytes(FRAME_BODY_BYTES_MAX + 1))
     assert len(desk.side._slots.unacknowledged) == UNACKNOWLEDGED_MAX
+
+
+async def test_what_is_not_held_any_more_fails_its_request_only_once_it_was_lost(desk: Desk) -> None:
+    desk.side._responses._retained.retained_bytes = RETAINED_BYTES_MAX + 1
+    exchange = desk.begin()
+    desk.side.handle_outcome(Opened(exchange, 200, []))
+    for _ in range(3):
+        desk.side.handle_outcome(Piece(exchange, bytes(FRAME_BODY_BYTES_MAX), last=False))
+    desk.sent.clear()
+
+    desk.hear(ProbeHead(1.0, 1))
+    assert desk.heads == [AliveHead(sent=4)]
+    desk.hear(ProbeHead(1.0, 1, has_lost=True))
+    assert isinstance(desk.heads[-1], ErrorHead)
 
 
 async def test_a_body_beyond_the_limit_is_refused_before_it_comes(desk: Desk) -> None:

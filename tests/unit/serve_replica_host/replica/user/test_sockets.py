@@ -330,7 +330,7 @@ async def test_messages_that_a_router_did_not_get_are_sent_again_while_they_are_
         request.send(MessageHead(number, True, True), b"%d" % number)
     first = [await request.frame() for _ in range(3)]
     request.expected = 2
-    request.send(ProbeHead(1.0, 2))
+    request.send(ProbeHead(1.0, 2, has_lost=True))
     alive, *again = [await request.frame() for _ in range(3)]
     assert alive[0] == AliveHead(4, WINDOW_MESSAGES + 1)
     assert again == first[1:]
@@ -527,9 +527,10 @@ async def test_a_router_that_missed_the_close_of_a_drain_is_told_it_again() -> N
     drain = Drain(rig)
     drain.checks(1.0)
     closed = await request.frame()
-    request.send(ProbeHead(1.0, 1))
+    request.send(ProbeHead(1.0, 1, has_lost=True))
     assert type((await request.frame())[0]) is AliveHead
     assert await request.frame() == closed
     await rig.idle()
-    request.send(ProbeHead(1.0, 1))
+    request.send(ProbeHead(1.0, 1, has_lost=True))
+    assert type((await request.frame())[0]) is AliveHead
     assert await request.frame() == closed
