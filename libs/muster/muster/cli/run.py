@@ -378,6 +378,7 @@ def _build_run(
         import_places,
         prepare_file,
         prepare_import_path,
+        read_default_env,
         show_warnings,
     )
 
@@ -392,12 +393,14 @@ def _build_run(
     path = session.directory / target
     if path.is_file() or path.suffix in FILE_SUFFIXES:
         (print_error if as_json else print_line)(f"Running config file: '{target}'.")
-        if (note := of_application.ignored_with_file(name, arguments or ())) is not None:
+        note = of_application.ignored_with_file(name, arguments or (), has_environment=True)
+        if note is not None:
             print_error(note)
 
         def load() -> ServeRequest:
             text = parsing.read_text(path, "FILE")
-            request, config = prepare_file(text, target, path.parent, places)
+            runtime_env = read_default_env(of_application, session.directory)
+            request, config = prepare_file(text, target, path.parent, places, runtime_env=runtime_env)
             if (note := config.note(has_listen=starts_stack)) is not None:
                 print_error(note)
             return request

@@ -26,7 +26,13 @@ from muster.cli.session import Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import ServeApplicationSchema
-from muster.sdk.applications import PreparedApplication, prepare_application
+from muster.sdk.applications import (
+    PreparedApplication,
+    merge_runtime_envs,
+    prepare_application,
+    resolve_paths,
+)
+from muster.sdk.deployments import check_runtime_env
 from muster.sdk.files import unpack
 from muster.sdk.run import upload_application
 from muster.sdk.translate import deploy_command
@@ -57,22 +63,31 @@ class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare_file(
-    text: str, name: str, directory: Path, import_from: Sequence[Path], *, is_recorded: bool = True
+    text: str,
+    name: str,
+    directory: Path,
+    import_from: Sequence[Path],
+    *,
+    runtime_env: Mapping[str, Any] | None = None,
+    is_recorded: bool = True,
 ) -> tuple[ServeRequest, ServeConfig]:
     """Check a configuration file, and import what it names. Raises `BadField` with the file's line and path.
 
-    ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in.
+    ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in. ``runtime_env`` is
+    what the applications' own is merged over.
     """
     config = check_config(YamlFile(text, name), directory)
     prepared = []
     for at, app in enumerate(config.schema.applications):
-        places = [*_working_dir(app.runtime_env, directory), *import_from, directory]
+        merged = merge_runtime_envs(runtime_env or {}, app.runtime_env)
+        places = [*_working_dir(merged, directory), *import_from, directory]
         try:
             prepared.append(
                 prepare_application(
                     app,
                     places,
                     base=directory,
+                    runtime_env=runtime_env,
                     logging_config=config.schema.logging_config,
                     is_recorded=is_recorded,
                 )
@@ -107,6 +122,19 @@ def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:
     if path.endswith(".zip"):
         return [unpack(path, "runtime_env.working_dir")]
     return [Path(path.removeprefix("local://"))] if "://" not in path or path.startswith("local://") else []
+
+
+def read_default_env(options: ServeOptions, directory: Path) -> dict[str, Any]:
+    """The ``runtime_env`` that the options give to applications of a file. Raises `BadField`.
+
+    Its relative paths are resolved in ``directory``.
+    """
+    runtime_env = options.read_runtime_env(directory)
+    try:
+        check_runtime_env(runtime_env, "runtime_env")
+    except (TypeError, ValueError) as error:
+        raise BadField("--runtime-env", str(error)) from error
+    return resolve_paths(runtime_env, directory)
 
 
 def prepare_import_path(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +102,27 @@ def stored(controller: Any) -> None:
     controller.answers["get_all_applications"] = []
 
 
+class QuietFeed:
+    """Log lines of a stack where nothing is logged."""
+
+    async def receive(self, within_s: float | None = None) -> None:
+        await asyncio.sleep(60 if within_s is None else within_s)
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        raise AssertionError(subject)
+
+    @classmethod
+    @asynccontextmanager
+    async def listen(cls, address: Any, subjects: Any) -> AsyncIterator[QuietFeed]:
+        yield cls()
+
+
+@pytest.fixture
+def run(muster: Muster) -> Muster:
+    """`muster run --non-blocking`, and its arguments."""
+    return partial(muster, "run", "--non-blocking", listen=QuietFeed.listen)
+
+
 def view(name: str, route: str | None, app_config: dict[str, Any] | None) -> ApplicationView:
     return ApplicationView(
         name=name,
@@ -167,6 +192,62 @@ def test_a_file_deploys_all_its_applications_with_its_options_over_those_of_the_
     assert {each.replica_config.code for each in (*one.deployments, *two.deployments)} <= uploaded
     assert "application one is deployed" in result.stdout
     assert "application two is deployed" in result.stdout
+
+
+def test_the_runtime_env_of_a_run_is_the_default_of_the_applications_in_its_file(
+    run: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    for name in ("defaults", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/f.yaml").write_text(
+        f"""
+        applications:
+          - {{name: bare, route_prefix: /bare, import_path: '{module}:app'}}
+          - name: own
+            route_prefix: /own
+            import_path: {module}:app
+            runtime_env: {{working_dir: ../own, env_vars: {{C: app}}}}
+        """
+    )
+    controller.answers["upload_code"] = lambda request: UploadCodeReply(is_stored=request.pages > 0)
+    environment = {"working_dir": "nowhere", "env_vars": {"A": "run", "B": "run", "C": "run"}}
+    result = run(
+        *("--runtime-env-json", json.dumps(environment), "--working-dir", "defaults"), "files/f.yaml"
+    )
+    assert result.exit_code == 0, result.output
+    assert "ignored" not in result.stderr
+    bare, own = (command.deployments for _name, command in sorted(sent(controller).items()))
+    environments = [
+        {each.name: each.replica_config.ray_actor_options.runtime_env for each in deployments}
+        for deployments in (bare, own)
+    ]
+    assert environments[0]["Front"]["env_vars"] == {"A": "run", "B": "run", "C": "run"}
+    assert environments[0]["Model"]["env_vars"] == {"A": "code", "B": "run", "C": "run"}
+    assert environments[1]["Front"]["env_vars"] == {"A": "run", "B": "run", "C": "app"}
+    uploaded = {each.digest: each.data for each in controller.asked_of("upload_code") if each.pages == 1}
+    names = []
+    for deployments in (bare, own):
+        working_dir = deployments[0].replica_config.working_dir
+        with zipfile.ZipFile(io.BytesIO(uploaded[working_dir])) as archive:
+            names.append(archive.namelist())
+    assert names == [["defaults.txt"], ["own.txt"]]
+    configs = [command.app_config or {} for command in sent(controller).values()]
+    assert [each.get("runtime_env") for each in configs] == [
+        None,
+        {"working_dir": "../own", "env_vars": {"C": "app"}},
+    ]
+
+
+def test_a_runtime_env_of_a_run_with_an_unknown_field_is_refused(
+    run: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    result = run("--runtime-env-json", '{"conda": "base"}', file)
+    assert result.exit_code == 2
+    assert "--runtime-env: runtime_env: 'conda' is not supported by Muster" in result.stderr
+    assert controller.asked == []
 
 
 def test_logging_of_a_deployment_is_before_that_of_its_application_and_of_the_file(
