@@ -403,6 +403,7 @@ def _build_run(
             request, config = prepare_file(text, target, path.parent, places, runtime_env=runtime_env)
             if (note := config.note(has_listen=starts_stack)) is not None:
                 print_error(note)
+            request.check_built()
             return request
     else:
         (print_error if as_json else print_line)(f"Running import path: '{target}'.")

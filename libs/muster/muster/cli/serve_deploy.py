@@ -1,5 +1,7 @@
 """Deploys applications of Ray Serve's files and import paths: all that can be refused is, before anything changes.
 
+An application of a file that cannot be imported or built fails by itself, as in Ray Serve: the others are deployed.
+
 A file stands for all applications of a stack that were deployed by files: those that it leaves out are deleted. What
 `serve.run`, `muster run`, `muster app deploy` and a deploy by name have deployed is not theirs to delete.
 """
@@ -18,7 +20,7 @@ import msgspec
 from muster.cli import parsing
 from muster.cli.apps import FileText, build_app_change, read_file
 from muster.cli.change_sets import ChangeSet, run_changes
-from muster.cli.changes import ChangeOptions, ChangeRequest, ChangeRun
+from muster.cli.changes import ChangeOptions, ChangeOutcome, ChangeRequest, ChangeResult, ChangeRun
 from muster.cli.output import print_error, print_line
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
@@ -27,7 +29,10 @@ from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import ServeApplicationSchema
 from muster.sdk.applications import (
+    BUILD_ERRORS,
+    BuildFailed,
     PreparedApplication,
+    build_app_config,
     merge_runtime_envs,
     prepare_application,
     resolve_paths,
@@ -36,10 +41,10 @@ from muster.sdk.deployments import check_runtime_env
 from muster.sdk.files import unpack
 from muster.sdk.run import upload_application
 from muster.sdk.translate import deploy_command
-from serve_common.api.commands import DeleteApplication, SetHttpOptions
+from serve_common.api.commands import DeleteApplication, RecordBuildFailure, SetHttpOptions
 from serve_common.api.queries import GetAllApplications, Plan
 from serve_common.api.views import ApplicationView, DeploymentStatus, PlanView
-from serve_common.errors import BadField
+from serve_common.errors import BadField, CommandRefused
 
 _SHOWN_UPLOAD_BYTES: Final = 2**20
 """Code of this size takes long enough to say that it is uploaded."""
@@ -49,17 +54,33 @@ _LEFT_OUT: Final = "the file leaves it out"
 """Why an application is deleted."""
 
 
+class FailedBuild(msgspec.Struct, frozen=True, kw_only=True):
+    """An application of a file that cannot be imported or built."""
+
+    name: str
+    error: str
+    place: str
+    """The error with its place in the file."""
+    app_config: dict[str, Any]
+
+
 class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Applications to deploy, imported and checked."""
 
     named: str
     """The file or import path, for people."""
     applications: list[PreparedApplication]
+    failed: list[FailedBuild] = []
     http_options: dict[str, Any] = {}
     listen: dict[str, Any] = {}
     """``http_host`` and ``http_port`` of a file, for a stack that the command starts."""
     is_whole: bool = False
     """Whether applications of earlier files that are not among these are deleted."""
+
+    def check_built(self) -> None:
+        """Raise `BuildFailed` unless all applications are built."""
+        if self.failed:
+            raise BuildFailed("\n".join(each.place for each in self.failed))
 
 
 def prepare_file(
@@ -73,15 +94,16 @@ def prepare_file(
 ) -> tuple[ServeRequest, ServeConfig]:
     """Check a configuration file, and import what it names. Raises `BadField` with the file's line and path.
 
+    Applications that cannot be imported or built are `ServeRequest.failed`.
     ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in. ``runtime_env`` is
     what the applications' own is merged over.
     """
     config = check_config(YamlFile(text, name), directory)
-    prepared = []
+    prepared, failed = [], []
     for at, app in enumerate(config.schema.applications):
         merged = merge_runtime_envs(runtime_env or {}, app.runtime_env)
-        places = [*_working_dir(merged, directory), *import_from, directory]
         try:
+            places = [*_working_dir(merged, directory), *import_from, directory]
             prepared.append(
                 prepare_application(
                     app,
@@ -92,11 +114,14 @@ def prepare_file(
                     is_recorded=is_recorded,
                 )
             )
-        except BadField as error:
-            raise _located(config.file, at, error) from error
+        except BUILD_ERRORS as error:
+            place = str(_located(config.file, at, error))
+            app_config = build_app_config(app, config.schema.logging_config)
+            failed.append(FailedBuild(name=app.name, error=str(error), place=place, app_config=app_config))
     request = ServeRequest(
         named=name,
         applications=prepared,
+        failed=failed,
         http_options=config.http_options,
         listen=config.listen,
         is_whole=True,
@@ -104,8 +129,10 @@ def prepare_file(
     return request, config
 
 
-def _located(file: YamlFile, at: int, error: BadField) -> BadField:
+def _located(file: YamlFile, at: int, error: Exception) -> BadField:
     """The error with the place in the file; the field is a path within the application's part, or of the code."""
+    if not isinstance(error, BadField):
+        return file.build_error(("applications", at), str(error))
     path: list[str | int] = ["applications", at, *parse_path(error.field)]
     located = file.build_error(path, error.reason)
     return (
@@ -148,7 +175,7 @@ def prepare_import_path(
     route_prefix: str | None = "/",
     is_recorded: bool,
 ) -> ServeRequest:
-    """Import one application. Raises `BadField`.
+    """Import one application. Raises `BadField`, and `BuildFailed` for the code.
 
     Paths of ``runtime_env`` and of the code are relative to ``directory``.
     """
@@ -160,11 +187,14 @@ def prepare_import_path(
     text = msgspec.json.encode({"applications": [fields]}).decode()
     try:
         config = check_config(YamlFile(text, import_path), directory)
+    except BadField as error:
+        raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
+    try:
         schema = config.schema.applications[0]
         places = [*_working_dir(runtime_env, directory), *import_from]
         prepared = prepare_application(schema, places, base=directory, is_recorded=is_recorded)
-    except BadField as error:
-        raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
+    except BUILD_ERRORS as error:
+        raise BuildFailed(str(error)) from error
     return ServeRequest(named=import_path, applications=[prepared])
 
 
@@ -241,7 +271,7 @@ class _Step(msgspec.Struct, frozen=True):
 def _plan_steps(request: ServeRequest, current: Sequence[ApplicationView]) -> list[list[_Step]]:
     """The commands in an order in which each route is free when it is taken. Raises `BadField` where there is none."""
     known = {view.name: view for view in current if view.status is not DeploymentStatus.DELETING}
-    names = {each.built.name for each in request.applications}
+    names = {each.built.name for each in request.applications} | {each.name for each in request.failed}
     pending = []
     for each in request.applications:
         before = known[each.built.name].route_prefix if each.built.name in known else None
@@ -304,12 +334,15 @@ def _delete_change(name: str) -> ChangeRequest:
 async def deploy(changes: ChangeSet, request: ServeRequest) -> None:
     """Deploy all applications, each by itself, and delete what the request leaves out.
 
-    Raises what the controller refuses, as long as nothing was changed.
+    One that is not built fails; what an earlier deploy made of it goes on. Raises what the controller refuses, as long
+    as nothing was changed.
     """
     admin = changes.stack.admin
     waves = _plan_steps(request, await admin.call(GetAllApplications()))
     for step in waves[0] if waves else ():
         await admin.call(Plan.for_command(step.change.command))
+    for failure in request.failed:
+        await _record_failure(changes, failure)
     for each in request.applications:
         size = sum(len(one.code) for one in each.built.deployments)
         if size >= _SHOWN_UPLOAD_BYTES:
@@ -324,8 +357,25 @@ async def deploy(changes: ChangeSet, request: ServeRequest) -> None:
             raise errors.exceptions[0] from errors
 
 
+async def _record_failure(changes: ChangeSet, failure: FailedBuild) -> None:
+    name = failure.name
+    command = RecordBuildFailure(name=name, error=failure.error, app_config=failure.app_config)
+    goal_id, error = None, failure.place
+    try:
+        goal_id = (await changes.stack.admin.call(command)).goal_id
+    except CommandRefused as refusal:
+        error = f"{error}\nIts status does not show that: {refusal}"
+    change = ChangeRequest(command=command, what=f"application {name}", done="")
+    outcome = ChangeOutcome(result=ChangeResult.FAILED, goal_id=goal_id, error=error, took_s=0.0)
+    changes.add(change, outcome)
+
+
 async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest, PlanView]]:
-    """What `deploy` would do, as far as the controller can tell before code is uploaded."""
+    """What `deploy` would do, as far as the controller can tell before code is uploaded.
+
+    Raises `BuildFailed` for an application that is not built.
+    """
+    request.check_built()
     first, *later = _plan_steps(request, await stack.admin.call(GetAllApplications())) or [[]]
     plans = [(step.change, await stack.admin.call(Plan.for_command(step.change.command))) for step in first]
     plans = [

@@ -24,9 +24,19 @@ from muster.schema import LoggingConfig, ServeApplicationSchema
 from muster.sdk.build import BuiltApplication, BuiltDeployment, build_app
 from muster.sdk.deployments import Application, Deployment
 from muster.sdk.run import RunTarget
-from serve_common.errors import BadField
+from serve_common.errors import BadField, CommandRefused, PermanentError
 
 _TRACEBACK_LINES_MAX: Final = 40
+
+
+class BuildFailed(PermanentError):
+    """An application cannot be imported or built."""
+
+    error_code = "build_failed"
+
+
+BUILD_ERRORS: Final = (CommandRefused, TypeError, ValueError)
+"""What the code of an application, or its options over those of the code, are refused with."""
 
 
 class PreparedApplication(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +75,7 @@ def import_application(
         if not hasattr(sys.modules.get(module_name), "__spec__"):
             raise _failed(import_path, error) from error
         raise BadField("import_path", f"{import_path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(import_path, error) from error
     return _build(found, import_path, arguments)
 
@@ -135,7 +145,7 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
             raise BadField("args", f"of {import_path}: {error}") from error
     try:
         app = found(values)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(import_path, error) from error
     if not isinstance(app, Application):
         raise BadField(
@@ -168,10 +178,16 @@ def prepare_application(
         schema.logging_config or logging_config,
         schema.external_scaler_enabled,
     )
-    recorded = schema.model_dump(mode="json", exclude_unset=True) if is_recorded else None
-    if recorded is not None and schema.logging_config is None and logging_config is not None:
-        recorded["logging_config"] = logging_config.model_dump(mode="json", exclude_unset=True)
+    recorded = build_app_config(schema, logging_config) if is_recorded else None
     return PreparedApplication(built=built, target=target, app_config=recorded)
+
+
+def build_app_config(schema: ServeApplicationSchema, logging_config: LoggingConfig | None) -> dict[str, Any]:
+    """What the controller records of an application's part of a file; ``logging_config`` is that of the whole file."""
+    recorded = schema.model_dump(mode="json", exclude_unset=True)
+    if schema.logging_config is None and logging_config is not None:
+        recorded["logging_config"] = logging_config.model_dump(mode="json", exclude_unset=True)
+    return recorded
 
 
 def build_configured(

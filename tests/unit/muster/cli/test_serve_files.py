@@ -23,7 +23,7 @@ from muster.cli.yaml_file import YamlFile
 from serve_common.api.commands import ChangeReply, DeployApplication, UploadCodeReply
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus, GoalView, PlanView
 from serve_common.config.backend import HttpOptions, LogEncoding, LoggingConfig
-from serve_common.errors import Conflict
+from serve_common.errors import Conflict, LimitReached
 from serve_common.names import GoalId
 
 Muster = Callable[..., Result]
@@ -70,6 +70,10 @@ def plain(args):
 
 def broken(args):
     raise RuntimeError("no luck today")
+
+
+def leaves(args):
+    raise SystemExit(0)
 
 
 def returned(args) -> serve.Application:
@@ -383,13 +387,84 @@ def test_a_bad_file_is_refused_with_path_and_line_before_anything_is_sent(
         ),
     ],
 )
-def test_what_cannot_be_imported_or_built_is_refused_with_its_place(
-    muster: Muster, controller: Any, module: str, tmp_path: Path, import_path: str, more: str, words: str
+def test_what_cannot_be_imported_or_built_fails_by_itself_and_the_others_are_deployed(
+    muster: Muster,
+    run: Muster,
+    controller: Any,
+    module: str,
+    tmp_path: Path,
+    import_path: str,
+    more: str,
+    words: str,
 ) -> None:
-    text = f"applications: [{{import_path: '{import_path.format(module=module)}', {more}}}]"
-    result = muster("deploy", write(tmp_path, text))
-    assert result.exit_code == 2
+    controller.answers["get_all_applications"] = [
+        view("bad", "/bad", {"import_path": "a:b"}),
+        view("old", "/old", {"import_path": "a:b"}),
+    ]
+    text = (
+        f"applications: [{{name: bad, import_path: '{import_path.format(module=module)}', {more}}}, "
+        f"{{name: good, route_prefix: /good, import_path: '{module}:app'}}]"
+    )
+    file = write(tmp_path, text)
+    result = muster("deploy", file)
+    assert result.exit_code == 1
+    assert "error: application bad: the change failed:" in result.stderr
     assert words.format(module=module) in result.stderr
+    assert "application good is deployed" in result.stdout
+    assert "Sent deploy request successfully." not in result.stdout
+    assert list(sent(controller)) == ["good"]
+    [failure] = controller.asked_of("record_build_failure")
+    assert failure.name == "bad"
+    assert words.format(module=module).rpartition("applications[0].")[2] in failure.error
+    assert failure.app_config["import_path"] == import_path.format(module=module)
+    assert [each.name for each in controller.asked_of("delete_application")] == ["old"]
+
+    parsed = json.loads(muster("deploy", file, "--json", "--no-wait").stdout)
+    assert {each["what"]: each["outcome"]["result"] for each in parsed} == {
+        "application bad": "failed",
+        "application good": "accepted",
+        "application old": "accepted",
+    }
+
+    controller.asked.clear()
+    for command in (muster, "plan", "deploy"), (muster, "diff"), (run,):
+        refused = command[0](*command[1:], file)
+        assert refused.exit_code == (2 if "diff" in command else 1)
+        assert words.format(module=module) in refused.stderr
+    assert controller.asked == []
+
+
+def test_a_failed_build_that_cannot_be_recorded_is_told_all_the_same(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    controller.answers["record_build_failure"] = LimitReached("too many")
+    file = write(tmp_path, "applications: [{import_path: 'nowhere:app'}]")
+    result = muster("deploy", file)
+    assert result.exit_code == 1
+    assert "No module named 'nowhere'" in result.stderr
+    assert "Its status does not show that: too many" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["broken", "leaves", "absent", "Model"])
+def test_an_import_path_that_cannot_be_imported_or_built_is_exit_code_1(
+    muster: Muster, run: Muster, controller: Any, module: str, name: str
+) -> None:
+    words = {
+        "broken": "RuntimeError: no luck today",
+        "leaves": "SystemExit: 0",
+        "absent": "has no attribute 'absent'",
+        "Model": "Model is a deployment",
+    }
+    for result in (
+        run(f"{module}:{name}"),
+        muster("deploy", f"{module}:{name}", "x=y"),
+        run("nowhere:app"),
+        muster("build", "nowhere:app"),
+    ):
+        assert result.exit_code == 1
+        assert "error: import_path: " in result.stderr
+    assert words[name] in run(f"{module}:{name}").stderr
+    assert run(f"{module}:app", "--no-such-option").exit_code == 2
     assert controller.asked == []
 
 
@@ -554,18 +629,19 @@ def test_an_import_path_without_a_name_is_an_application(
     assert command.app_config is not None
     assert command.app_config["args"] == {"word": "a", "flag": "b=c"}
     assert command.deployments[0].replica_config.ray_actor_options.runtime_env["env_vars"]["X"] == "y"
-    for words, field in (
-        (("deploy", f"{module}:app", "word"), "KEY=VALUE"),
-        (("deploy", f"{module}:app", "--num-replicas", "2"), "--num-replicas"),
-        (("deploy", f"{module}:app", "--name", "b", "x=y"), "args"),
-        (("deploy", f"{module}:plain", "--name", "b", "x=y", "--version", "1"), "--version"),
+    for words, field, code in (
+        (("deploy", f"{module}:app", "word"), "KEY=VALUE", 2),
+        (("deploy", f"{module}:app", "--num-replicas", "2"), "--num-replicas", 2),
+        (("deploy", f"{module}:app", "--name", "b", "x=y"), "args", 1),
+        (("deploy", f"{module}:plain", "--name", "b", "x=y", "--version", "1"), "--version", 2),
         (
             ("deploy", f"{module}:app", "--runtime-env", "env.yaml", "--runtime-env-json", "{}"),
             "--runtime-env-json",
+            2,
         ),
     ):
         refused = muster(*words)
-        assert refused.exit_code == 2
+        assert refused.exit_code == code
         assert f"error: {field}:" in refused.stderr
 
 
@@ -624,7 +700,7 @@ def test_status_in_a_pipe_is_rays_form_unless_a_table_is_wanted(muster: Muster, 
 
 def test_build_refuses_a_function(muster: Muster, module: str) -> None:
     result = muster("build", f"{module}:plain")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "to be an Application but got <class 'function'>" in result.stderr
 
 
@@ -667,7 +743,7 @@ def test_what_build_writes_deploys_what_the_code_says(
         ("app2", "/app2"),
     ]
     refused = muster("build", f"{module}:nothing")
-    assert refused.exit_code == 2
+    assert refused.exit_code == 1
 
 
 def test_paths_of_a_runtime_env_are_relative_to_the_directory_of_the_command(
@@ -759,6 +835,19 @@ def test_status_in_rays_form(muster: Muster, controller: Any) -> None:
     assert unknown.exit_code == 4
     assert 'Application "nope" does not exist.' in unknown.stderr
     assert muster("status", "digits", "--name", "b").exit_code == 2
+
+
+def test_the_status_of_an_application_that_cannot_be_built_is_deploy_failed(
+    muster: Muster, controller: Any
+) -> None:
+    error = "import_path: a:b raised:\nValueError: no weights"
+    served = msgspec.structs.replace(view("a", "/a", None), build_error=error)
+    leaving = msgspec.structs.replace(served, name="b", status=DeploymentStatus.DELETING)
+    controller.answers["get_all_applications"] = [served, leaving]
+    shown = yaml.safe_load(muster("status").stdout)["applications"]
+    assert shown["a"]["status"] == "DEPLOY_FAILED"
+    assert shown["a"]["message"] == f"Deploying app 'a' failed with exception:\n{error}"
+    assert shown["b"]["status"] == "DELETING"
 
 
 def test_shutdown_asks_and_deletes_everything(muster: Muster, controller: Any) -> None:
