@@ -219,6 +219,8 @@ class ServeRun:
             stack, progress, host=address.host, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, report=report
         )
         await deploy(changes, request)
+        if request.is_whole and changes.exit_code is ExitCode.OK:
+            self._print("Submitted deploy config successfully.")  # Ray Serve's words, as above
         return changes.exit_code
 
     async def _reload(self, stack: Stack, address: StackAddress) -> None:

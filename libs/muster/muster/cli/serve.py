@@ -210,8 +210,15 @@ def shutdown(
         what="Sent shutdown request: everything",  # in Ray Serve's words, which scripts look for
         done="is deleted",
         already="is deleted; there is nothing",
-        question="" if yes else "Delete every application, deployment, endpoint and backend?",
+        question="" if yes else _SHUTDOWN_QUESTION,
     )
+
+
+_SHUTDOWN_QUESTION: Final = (
+    'This will shut down Serve on the cluster at address "{address}" and delete all applications there. Do you want to '
+    "continue?"
+)
+"""Ray Serve's words."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

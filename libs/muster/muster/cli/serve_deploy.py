@@ -50,6 +50,12 @@ _SHOWN_UPLOAD_BYTES: Final = 2**20
 """Code of this size takes long enough to say that it is uploaded."""
 
 
+_SENT: Final = """\
+Sent deploy request successfully.
+ * Use `muster status` to check applications' statuses.
+ * Use `muster config` to see the current application config(s).
+"""
+
 _LEFT_OUT: Final = "the file leaves it out"
 """Why an application is deleted."""
 
@@ -392,7 +398,11 @@ async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest,
 def run_deploy(
     session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest
 ) -> None:
-    """`muster deploy` of a request, reported as other changes are."""
+    """`muster deploy` of a request, reported as other changes are, with Ray Serve's words, which scripts look for."""
+    is_quiet = options.as_json or options.dry_run
+    if not is_quiet:
+        what = "config file" if request.is_whole else "import path"
+        print_line(f"Deploying from {what}: '{request.named}'.")
     run_changes(
         session,
         choice,
@@ -401,8 +411,8 @@ def run_deploy(
         plan=lambda stack: plan(stack, request),
         work=lambda changes: deploy(changes, request),
     )
-    if not (options.as_json or options.dry_run):
-        print_line("Sent deploy request successfully.")  # Ray Serve's words, which scripts look for
+    if not is_quiet:
+        print_line(_SENT)
 
 
 def show_warnings() -> None:

@@ -222,6 +222,8 @@ def test_the_runtime_env_of_a_run_is_the_default_of_the_applications_in_its_file
     )
     assert result.exit_code == 0, result.output
     assert "ignored" not in result.stderr
+    assert result.stdout.startswith("Running config file: 'files/f.yaml'.\n")
+    assert result.stdout.endswith("\nSubmitted deploy config successfully.\n")
     bare, own = (command.deployments for _name, command in sorted(sent(controller).items()))
     environments = [
         {each.name: each.replica_config.ray_actor_options.runtime_env for each in deployments}
@@ -654,7 +656,12 @@ def test_an_import_path_of_an_application_has_its_name(
     )
     assert result.exit_code == 0, result.output
     assert "without effect in Muster: --address" in result.stderr
-    assert "success" in result.stdout
+    assert result.stdout.startswith(f"Deploying from import path: '{module}:{words[0]}'.\n")
+    assert result.stdout.endswith(
+        "Sent deploy request successfully.\n"
+        " * Use `muster status` to check applications' statuses.\n"
+        " * Use `muster config` to see the current application config(s).\n\n"
+    )
     assert list(sent(controller)) == ["shop"]
     assert not controller.asked_of("deploy")
 
@@ -851,7 +858,13 @@ def test_the_status_of_an_application_that_cannot_be_built_is_deploy_failed(
 
 
 def test_shutdown_asks_and_deletes_everything(muster: Muster, controller: Any) -> None:
-    assert muster("shutdown", given="n\n").exit_code == 1
+    refused = muster("shutdown", given="n\n")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(
+        'This will shut down Serve on the cluster at address "nats://stack.example:4222" and delete all applications '
+        "there. Do you want to continue? [y/N]:"
+    )
+    assert refused.stderr.endswith("Aborted!\n")
     assert not controller.asked_of("shutdown")
     result = muster("shutdown", "-y")
     assert result.exit_code == 0
