@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -280,6 +281,9 @@ def test_a_run_beside_a_stack_reloads_and_deletes_at_ctrl_c_what_it_deployed(
             assert f"Application 'ran' is ready at {url}/ran." in lines
             assert get(f"{url}/ran?name=eve").startswith("hey, eve ")
             lines_until(run, "greeted eve")
+            assert re.search(
+                r" INFO +ran/Hello#\d+ ray.serve: GET /ran 200 [\d.]+ms", lines_until(run, "GET ")[-1]
+            )
             words.write_text(WORDS.replace("','", "'!'"))
             lines_until(run, "is deployed")
             assert get(f"{url}/ran?name=eve").startswith("hey! eve ")

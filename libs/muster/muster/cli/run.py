@@ -335,9 +335,10 @@ def _run(
       muster run shop.yaml
 
     Deploys what bind() returned, what a function builds, or the applications of a file as 'muster build' writes it,
-    and shows what their replicas print. Where no stack is found, one runs within this process, and ends with it. The
-    code is imported here and sent to the hosts. 'muster deploy' deploys applications that stay. With --json, prints
-    the outcome of each application and each log line as a line of JSON.
+    and shows what their replicas print, and a line for each request unless a logging_config says otherwise. Where no
+    stack is found, one runs within this process, and ends with it. The code is imported here and sent to the hosts.
+    'muster deploy' deploys applications that stay. With --json, prints the outcome of each application and each log
+    line as a line of JSON.
     """
 
 
@@ -406,12 +407,12 @@ def _build_run(
             if (note := config.note(has_listen=starts_stack)) is not None:
                 print_error(note)
             request.check_built()
-            return request
+            return msgspec.structs.replace(request, logs_requests=True)
     else:
         (print_error if as_json else print_line)(f"Running import path: '{target}'.")
 
         def load() -> ServeRequest:
-            return prepare_import_path(
+            request = prepare_import_path(
                 target,
                 read_arguments(arguments or ()),
                 of_application.read_runtime_env(session.directory),
@@ -421,6 +422,7 @@ def _build_run(
                 route_prefix=of_application.route_prefix or "/",
                 is_recorded=False,
             )
+            return msgspec.structs.replace(request, logs_requests=True)
 
     working_dir = of_application.working_dir
     local = [] if working_dir is None or "://" in working_dir else [session.directory / working_dir]

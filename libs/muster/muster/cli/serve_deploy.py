@@ -27,7 +27,7 @@ from muster.cli.serve_options import ServeOptions, read_arguments
 from muster.cli.session import Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
-from muster.schema import ServeApplicationSchema
+from muster.schema import LoggingConfig, ServeApplicationSchema
 from muster.sdk.applications import (
     BUILD_ERRORS,
     BuildFailed,
@@ -82,6 +82,8 @@ class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``http_host`` and ``http_port`` of a file, for a stack that the command starts."""
     is_whole: bool = False
     """Whether applications of earlier files that are not among these are deleted."""
+    logs_requests: bool = False
+    """Whether replicas without a ``logging_config`` log a line for each request, as Ray Serve's do."""
 
     def check_built(self) -> None:
         """Raise `BuildFailed` unless all applications are built."""
@@ -282,7 +284,9 @@ def _plan_steps(request: ServeRequest, current: Sequence[ApplicationView]) -> li
     for each in request.applications:
         before = known[each.built.name].route_prefix if each.built.name in known else None
         after = each.built.route_prefix
-        pending.append(_Step(_deploy_change(each), before if before != after else None, after))
+        logging_config = LoggingConfig() if request.logs_requests else None
+        change = _deploy_change(each, logging_config)
+        pending.append(_Step(change, before if before != after else None, after))
     for name, view in known.items():
         if request.is_whole and view.app_config is not None and name not in names:
             pending.append(_Step(_delete_change(name), view.route_prefix))
@@ -311,11 +315,12 @@ def _plan_steps(request: ServeRequest, current: Sequence[ApplicationView]) -> li
     return waves
 
 
-def _deploy_change(prepared: PreparedApplication) -> ChangeRequest:
+def _deploy_change(prepared: PreparedApplication, logging_config: LoggingConfig | None) -> ChangeRequest:
+    """``logging_config`` is for an application that has none."""
     target, name = prepared.target, prepared.built.name
     command = deploy_command(
         prepared.built,
-        target.logging_config,
+        target.logging_config or logging_config,
         external_scaler=target.external_scaler_enabled,
         app_config=prepared.app_config,
     )

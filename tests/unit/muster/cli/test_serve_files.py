@@ -290,6 +290,28 @@ def test_logging_of_a_deployment_is_before_that_of_its_application_and_of_the_fi
     assert of_the_file == {LoggingConfig(log_level="ERROR")}
 
 
+def test_a_run_logs_requests_unless_a_logging_config_says_otherwise(
+    muster: Muster, run: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    def logging_of(words: tuple[str, ...]) -> set[LoggingConfig | None]:
+        controller.asked.clear()
+        assert (run if words[0] == "run" else muster)(*words[words[0] == "run" :]).exit_code == 0
+        [command] = sent(controller).values()
+        return {each.backend_config.logging_config for each in command.deployments}
+
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    assert logging_of(("run", f"{module}:app")) == {LoggingConfig()}
+    assert LoggingConfig().enable_access_log
+    assert logging_of(("run", file)) == {LoggingConfig()}
+    assert logging_of(("deploy", file)) == {None}
+    assert logging_of(("deploy", f"{module}:app")) == {None}
+    file = write(
+        tmp_path,
+        f"logging_config: {{enable_access_log: false}}\napplications: [{{import_path: '{module}:app'}}]\n",
+    )
+    assert logging_of(("run", file)) == {LoggingConfig(enable_access_log=False)}
+
+
 def test_auto_puts_its_limits_under_the_codes_own(
     muster: Muster, controller: Any, module: str, tmp_path: Path
 ) -> None:
