@@ -20,6 +20,7 @@ from serve_common.names import BackendTag
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
 from serve_controller.core.commands import applications
+from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.forecast import forecast
 from serve_controller.core.reconcile import PublishSnapshot
 from serve_controller.core.views.deployments import view_applications, view_deployment, view_deployments
@@ -531,6 +532,18 @@ def test_deleting_an_application_deletes_its_failure(is_running: bool) -> None:
     assert view_applications(loop.checkpoint) == []
     assert not loop.checkpoint.build_failures
     check_converged(loop)
+
+
+def test_a_restore_deletes_failures() -> None:
+    loop = loop_of()
+    loop.done(application(spec("front")))
+    saved = loop.checkpoint
+    loop.ask(failure())
+    loop.ask(failure("another"))
+    loop.command(RestoreFrom(saved=saved, summary=""))
+    loop.settle()
+    assert (shown(loop).name, shown(loop).build_error) == ("app", "")
+    assert not loop.checkpoint.build_failures
 
 
 def test_a_shutdown_deletes_failures() -> None:
