@@ -50,6 +50,7 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
         "route_prefix": "/shop",
         "deployments": [{"name": "digits", "replica_config": _REPLICA_CONFIG}],
     },
+    "record_build_failure": {"name": "shop", "error": "ValueError: no weights"},
     "delete_application": {"name": "shop"},
     "create_backend": {"backend_tag": "digits-v2", "replica_config": _REPLICA_CONFIG},
     "delete_backend": {"backend_tag": "digits-v2"},

@@ -35,6 +35,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
      "bad_field", "deployments[0].backend_config.placement", ""),
     ("deploy_application", {**APP, "route_prefix": "/fork", "deployments": [M]}, 409, "conflict", "",
      "'/fork' belongs to the endpoint 'default/fork'"),
+    ("record_build_failure", {"name": "a/b", "error": "no"}, 400, "bad_field", "name", ""),
+    ("record_build_failure", {"name": "a", "error": ""}, 400, "bad_field", "error", "must not be empty"),
     ("delete_application", {"name": "a/b"}, 400, "bad_field", "name", ""),
     ("create_backend", {"backend_tag": "", **BACKEND}, 400, "bad_field", "backend_tag", ""),
     ("create_backend", {"backend_tag": "x", "replica_config": {"import_path": "x"}}, 400, "bad_field",

@@ -168,6 +168,13 @@ async def test_an_application_is_deployed_changed_and_deleted_as_one(desk: Admin
     assert goal.error.startswith("shop/model: ")
     assert (await admin.call(q.GetDeploymentInfo(name="shop/front"))).version == "v1", "all or nothing"
 
+    error = "Traceback\nValueError: no weights"
+    unbuilt = await admin.call(c.RecordBuildFailure(name="shop", error=error))
+    assert (await desk.ended(unbuilt.goal_id)).error == error
+    (shop,) = await admin.call(q.GetAllApplications())
+    assert (shop.status, shop.goal_status) == (DeploymentStatus.HEALTHY, GoalStatus.FAILED)
+    assert (shop.build_error, shop.deployments) == (error, ["shop/front", "shop/model"])
+
     await desk.done(await admin.call(application("front", "other")))
     assert {d.name for d in await admin.call(q.ListDeployments()) if d.application == "shop"} == {
         "shop/front",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -200,6 +201,48 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
     assert muster(directory, "config") == "No configuration was found.\n"
 
 
+def test_an_application_that_cannot_be_built_fails_by_itself_and_its_former_version_serves_on(
+    directory: Path, url: str
+) -> None:
+    (directory / "h.yaml").write_text(
+        "applications:\n"
+        "- {name: changes, route_prefix: /changes, import_path: app:app}\n"
+        "- {name: stays, route_prefix: /stays, import_path: app:app}\n"
+    )
+    muster(directory, "deploy", "h.yaml")
+    first = get(f"{url}/changes?name=bob")
+    (directory / "i.yaml").write_text(
+        "applications:\n"
+        "- {name: changes, route_prefix: /changes, import_path: 'app:build', args: {greting: moin}}\n"
+        "- {name: new, route_prefix: /new, import_path: 'nowhere:app'}\n"
+        "- {name: stays, route_prefix: /stays, import_path: 'app:build', args: {greeting: moin}}\n"
+    )
+    output = muster(directory, "deploy", "i.yaml", code=1)
+    assert "error: application changes: the change failed:" in output
+    assert "KeyError: 'greeting'" in output
+    assert "i.yaml:3: applications[1].import_path: nowhere:app: No module named 'nowhere'" in output
+    assert "application stays is deployed" in output
+    assert get(f"{url}/stays?name=bob").startswith("moin, bob ")
+    assert get(f"{url}/changes?name=bob") == first, "the same process serves"
+    shown = yaml.safe_load(muster(directory, "status"))["applications"]
+    states = {name: each["status"] for name, each in shown.items()}
+    assert states == {"changes": "DEPLOY_FAILED", "new": "DEPLOY_FAILED", "stays": "RUNNING"}
+    assert shown["changes"]["message"].startswith("Deploying app 'changes' failed with exception:\n")
+    assert "KeyError: 'greeting'" in shown["changes"]["message"]
+    assert shown["changes"]["deployments"]["Hello"]["replica_states"] == {"RUNNING": 1}
+    assert shown["new"]["deployments"] == {}
+    configs = muster(directory, "config", "--name", "new")
+    assert yaml.safe_load(configs)["import_path"] == "nowhere:app"
+    output = muster(directory, "deploy", "h.yaml")
+    assert "nothing to do: application changes" in output
+    assert "application new is deleted: the file leaves it out" in output
+    shown = yaml.safe_load(muster(directory, "status"))["applications"]
+    assert {name: each["status"] for name, each in shown.items()} == dict.fromkeys(
+        ("changes", "stays"), "RUNNING"
+    )
+    muster(directory, "shutdown", "-y")
+
+
 def test_the_policy_of_an_application_in_a_file_scales_its_deployments(directory: Path, url: str) -> None:
     (directory / "scaled.py").write_text(SCALED.replace("LEVEL_FILE", str(directory / "level")))
     (directory / "level").write_text("1")
@@ -238,6 +281,9 @@ def test_a_run_beside_a_stack_reloads_and_deletes_at_ctrl_c_what_it_deployed(
             assert f"Application 'ran' is ready at {url}/ran." in lines
             assert get(f"{url}/ran?name=eve").startswith("hey, eve ")
             lines_until(run, "greeted eve")
+            assert re.search(
+                r" INFO +ran/Hello#\d+ ray.serve: GET /ran 200 [\d.]+ms", lines_until(run, "GET ")[-1]
+            )
             words.write_text(WORDS.replace("','", "'!'"))
             lines_until(run, "is deployed")
             assert get(f"{url}/ran?name=eve").startswith("hey! eve ")

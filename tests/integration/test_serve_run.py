@@ -736,4 +736,5 @@ def test_a_program_without_a_stack_has_one_for_its_life(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 0, errors
     assert output == "(default/hello#1) greets\nended\n"
+    assert re.search(r"^\(default/hello#1\) INFO GET / 200 [\d.]+ms$", errors, re.MULTILINE), errors
     assert not list(tmp_path.glob(".muster*"))

@@ -15,6 +15,7 @@ from serve_common.api.commands import (
     DeleteDeployment,
     DeleteEndpoint,
     DrainHost,
+    RecordBuildFailure,
     Rollback,
     SetEndpointOptions,
     SetHttpOptions,
@@ -103,6 +104,7 @@ others = st.one_of(
         lambda parts: application(*parts, ingress=parts[0].name)
     ),
     st.builds(DeleteApplication, name=st.just("app")),
+    st.builds(RecordBuildFailure, name=st.sampled_from(["app", "other"]), error=st.just("no weights")),
     st.builds(Rollback, name=backends, to=st.sampled_from([None, None, "v1", 1])),
     st.builds(SetHttpOptions, options=st.sampled_from([{"request_timeout_s": 5}, {"body_bytes_max": 9}, {}])),
     st.builds(DrainHost, host_id=st.sampled_from(["host-1", "host-2"])),

@@ -9,7 +9,7 @@ from serve_common.names import GoalId, HostId, ReplicaTag
 from serve_common.protocol.reports import HostGoal, ReplicaStatus
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals import owned_backends
+from serve_controller.core.goals import build_failure_owned, owned_backends
 from serve_controller.core.objects import (
     Backend,
     Goal,
@@ -159,7 +159,9 @@ class GoalsEndOnce(Check):
                 is_again = value.goal_id in self.given and value.goal_id not in self.world.unseen_goals
                 check(not is_again, f"{value.goal_id} was given again")
                 self.given.add(value.goal_id)
-                check(value.status is GoalStatus.PENDING, f"{value.goal_id} began as {value.status}")
+                is_failed_build = value.owns == [build_failure_owned(value.subject)]
+                begins_as = GoalStatus.FAILED if is_failed_build else GoalStatus.PENDING
+                check(value.status is begins_as, f"{value.goal_id} began as {value.status}")
                 if value.request_id is not None:
                     first = self.requests.setdefault(value.request_id, value.goal_id)
                     check(first == value.goal_id, f"{value.request_id} made {first} and {value.goal_id}")

@@ -198,6 +198,10 @@ COMMANDS: Final[dict[str, tuple[int, Rng]]] = {
     ),
     "delete_deployment": (6, lambda d, _: c.DeleteDeployment(name=d.choice(DEPLOYMENTS))),
     "delete_application": (3, lambda d, _: c.DeleteApplication(name="shop")),
+    "record_build_failure": (
+        3,
+        lambda d, _: c.RecordBuildFailure(name=d.choice(["shop", "stall"]), error=f"no. {d.randint(1, 3)}"),
+    ),
     "delete_backend": (
         5,
         lambda d, _: c.DeleteBackend(backend_tag=d.choice(BACKENDS), force_kill=d.random() < 0.5),

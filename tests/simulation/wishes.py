@@ -119,6 +119,8 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             good.groups.pop(command.name, None)
             for tag in [t for t in now.backends if group is not None and t.startswith(f"{command.name}/")]:
                 _delete(now, good, tag)
+        case c.RecordBuildFailure():
+            pass
         case c.CreateEndpoint():
             traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
             tag = deployment_tag(command.endpoint)

@@ -75,6 +75,10 @@ class ChangeSet:
             )
         except CommandRefused as error:
             outcome = ChangeOutcome(result=ChangeResult.FAILED, goal_id=None, error=str(error), took_s=0.0)
+        self.add(change, outcome)
+
+    def add(self, change: ChangeRequest, outcome: ChangeOutcome) -> None:
+        """Report a change that has ended."""
         self.ended.append(ChangeEnd(what=change.what, outcome=outcome))
         self._report(change, outcome)
 

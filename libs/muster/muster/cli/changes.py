@@ -66,7 +66,7 @@ class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
     deployment: str | None = None
     """The deployment whose replicas are reported at the end; None for none."""
     question: str = ""
-    """Confirmation prompt before anything is sent; empty for none."""
+    """Confirmation prompt before anything is sent; empty for none. ``{address}`` in it is that of the stack."""
 
     @property
     def route(self) -> str | None:
@@ -435,7 +435,7 @@ def change_command(
                     print_plan(view, change, as_json=as_json)
                     return
                 if change.question:
-                    confirm(change.question)
+                    confirm(change.question.replace("{address}", address.where))
             interrupted_message = f"stopped waiting; the change goes on: '{change.progress_command}'"
             with session.reporting(as_json=as_json, interrupted=interrupted_message):
                 outcome = session.run(
@@ -468,7 +468,7 @@ def confirm(question: str) -> None:
         print_error("")
         raise BadField("--yes", "is needed when input is not interactive; nothing was changed") from error
     if not is_sure:
-        print_error("nothing was changed")
+        print_error("Aborted!")
         raise typer.Exit(ExitCode.FAILED)
 
 

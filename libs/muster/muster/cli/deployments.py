@@ -182,7 +182,7 @@ def deploy(
         if is_file:
             if arguments:
                 raise BadField("KEY=VALUE", "Application arguments cannot be specified for a config file.")
-            ignored = of_application.ignored_with_file(name, ())
+            ignored = of_application.ignored_with_file(name, (), has_environment=False)
             return build_file_change(session, target, app_dir=app_dir, ignored=ignored)
         return build_import_change(session, target, arguments or [], of_application, app_dir, name=name)
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")

@@ -219,6 +219,8 @@ class ServeRun:
             stack, progress, host=address.host, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, report=report
         )
         await deploy(changes, request)
+        if request.is_whole and changes.exit_code is ExitCode.OK:
+            self._print("Submitted deploy config successfully.")  # Ray Serve's words, as above
         return changes.exit_code
 
     async def _reload(self, stack: Stack, address: StackAddress) -> None:
@@ -333,9 +335,10 @@ def _run(
       muster run shop.yaml
 
     Deploys what bind() returned, what a function builds, or the applications of a file as 'muster build' writes it,
-    and shows what their replicas print. Where no stack is found, one runs within this process, and ends with it. The
-    code is imported here and sent to the hosts. 'muster deploy' deploys applications that stay. With --json, prints
-    the outcome of each application and each log line as a line of JSON.
+    and shows what their replicas print, and a line for each request unless a logging_config says otherwise. Where no
+    stack is found, one runs within this process, and ends with it. The code is imported here and sent to the hosts.
+    'muster deploy' deploys applications that stay. With --json, prints the outcome of each application and each log
+    line as a line of JSON.
     """
 
 
@@ -378,6 +381,7 @@ def _build_run(
         import_places,
         prepare_file,
         prepare_import_path,
+        read_default_env,
         show_warnings,
     )
 
@@ -392,20 +396,23 @@ def _build_run(
     path = session.directory / target
     if path.is_file() or path.suffix in FILE_SUFFIXES:
         (print_error if as_json else print_line)(f"Running config file: '{target}'.")
-        if (note := of_application.ignored_with_file(name, arguments or ())) is not None:
+        note = of_application.ignored_with_file(name, arguments or (), has_environment=True)
+        if note is not None:
             print_error(note)
 
         def load() -> ServeRequest:
             text = parsing.read_text(path, "FILE")
-            request, config = prepare_file(text, target, path.parent, places)
+            runtime_env = read_default_env(of_application, session.directory)
+            request, config = prepare_file(text, target, path.parent, places, runtime_env=runtime_env)
             if (note := config.note(has_listen=starts_stack)) is not None:
                 print_error(note)
-            return request
+            request.check_built()
+            return msgspec.structs.replace(request, logs_requests=True)
     else:
         (print_error if as_json else print_line)(f"Running import path: '{target}'.")
 
         def load() -> ServeRequest:
-            return prepare_import_path(
+            request = prepare_import_path(
                 target,
                 read_arguments(arguments or ()),
                 of_application.read_runtime_env(session.directory),
@@ -415,6 +422,7 @@ def _build_run(
                 route_prefix=of_application.route_prefix or "/",
                 is_recorded=False,
             )
+            return msgspec.structs.replace(request, logs_requests=True)
 
     working_dir = of_application.working_dir
     local = [] if working_dir is None or "://" in working_dir else [session.directory / working_dir]

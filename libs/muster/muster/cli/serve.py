@@ -101,7 +101,11 @@ def build(
         from muster.cli.serve_config import BUILT_OPTIONS, check_config  # noqa: PLC0415 - as above
         from muster.cli.serve_deploy import import_places  # noqa: PLC0415 - as above
         from muster.cli.yaml_file import YamlFile  # noqa: PLC0415 - as above
-        from muster.sdk.applications import describe_application  # noqa: PLC0415 - as above
+        from muster.sdk.applications import (  # noqa: PLC0415 - as above
+            BUILD_ERRORS,
+            BuildFailed,
+            describe_application,
+        )
 
         places = import_places(session, app_dir)
         # As `deploy` and `run` name one; not app1, as Ray Serve, whose `status --name default` would not find it.
@@ -109,10 +113,13 @@ def build(
             ["default"] if len(import_paths) == 1 else [f"app{n}" for n in range(1, len(import_paths) + 1)]
         )
         routes = ["/"] if len(import_paths) == 1 else [f"/{name}" for name in named]
-        described = [
-            describe_application(path, places, name=name, route=route)
-            for path, name, route in zip(import_paths, named, routes, strict=True)
-        ]
+        try:
+            described = [
+                describe_application(path, places, name=name, route=route)
+                for path, name, route in zip(import_paths, named, routes, strict=True)
+            ]
+        except BUILD_ERRORS as error:
+            raise BuildFailed(str(error)) from error
         parts = [{name: value} for name, value in BUILT_OPTIONS.items()] + [{"applications": described}]
         text = "\n".join((_HEADER, *map(dump_yaml, parts)))
         check_config(YamlFile(text, "the file"), session.directory)
@@ -203,8 +210,15 @@ def shutdown(
         what="Sent shutdown request: everything",  # in Ray Serve's words, which scripts look for
         done="is deleted",
         already="is deleted; there is nothing",
-        question="" if yes else "Delete every application, deployment, endpoint and backend?",
+        question="" if yes else _SHUTDOWN_QUESTION,
     )
+
+
+_SHUTDOWN_QUESTION: Final = (
+    'This will shut down Serve on the cluster at address "{address}" and delete all applications there. Do you want to '
+    "continue?"
+)
+"""Ray Serve's words."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,7 @@
 """Deploys applications of Ray Serve's files and import paths: all that can be refused is, before anything changes.
 
+An application of a file that cannot be imported or built fails by itself, as in Ray Serve: the others are deployed.
+
 A file stands for all applications of a stack that were deployed by files: those that it leaves out are deleted. What
 `serve.run`, `muster run`, `muster app deploy` and a deploy by name have deployed is not theirs to delete.
 """
@@ -18,29 +20,54 @@ import msgspec
 from muster.cli import parsing
 from muster.cli.apps import FileText, build_app_change, read_file
 from muster.cli.change_sets import ChangeSet, run_changes
-from muster.cli.changes import ChangeOptions, ChangeRequest, ChangeRun
+from muster.cli.changes import ChangeOptions, ChangeOutcome, ChangeRequest, ChangeResult, ChangeRun
 from muster.cli.output import print_error, print_line
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
 from muster.cli.session import Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
-from muster.schema import ServeApplicationSchema
-from muster.sdk.applications import PreparedApplication, prepare_application
+from muster.schema import LoggingConfig, ServeApplicationSchema
+from muster.sdk.applications import (
+    BUILD_ERRORS,
+    BuildFailed,
+    PreparedApplication,
+    build_app_config,
+    merge_runtime_envs,
+    prepare_application,
+    resolve_paths,
+)
+from muster.sdk.deployments import check_runtime_env
 from muster.sdk.files import unpack
 from muster.sdk.run import upload_application
 from muster.sdk.translate import deploy_command
-from serve_common.api.commands import DeleteApplication, SetHttpOptions
+from serve_common.api.commands import DeleteApplication, RecordBuildFailure, SetHttpOptions
 from serve_common.api.queries import GetAllApplications, Plan
 from serve_common.api.views import ApplicationView, DeploymentStatus, PlanView
-from serve_common.errors import BadField
+from serve_common.errors import BadField, CommandRefused
 
 _SHOWN_UPLOAD_BYTES: Final = 2**20
 """Code of this size takes long enough to say that it is uploaded."""
 
 
+_SENT: Final = """\
+Sent deploy request successfully.
+ * Use `muster status` to check applications' statuses.
+ * Use `muster config` to see the current application config(s).
+"""
+
 _LEFT_OUT: Final = "the file leaves it out"
 """Why an application is deleted."""
+
+
+class FailedBuild(msgspec.Struct, frozen=True, kw_only=True):
+    """An application of a file that cannot be imported or built."""
+
+    name: str
+    error: str
+    place: str
+    """The error with its place in the file."""
+    app_config: dict[str, Any]
 
 
 class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,39 +76,60 @@ class ServeRequest(msgspec.Struct, frozen=True, kw_only=True):
     named: str
     """The file or import path, for people."""
     applications: list[PreparedApplication]
+    failed: list[FailedBuild] = []
     http_options: dict[str, Any] = {}
     listen: dict[str, Any] = {}
     """``http_host`` and ``http_port`` of a file, for a stack that the command starts."""
     is_whole: bool = False
     """Whether applications of earlier files that are not among these are deleted."""
+    logs_requests: bool = False
+    """Whether replicas without a ``logging_config`` log a line for each request, as Ray Serve's do."""
+
+    def check_built(self) -> None:
+        """Raise `BuildFailed` unless all applications are built."""
+        if self.failed:
+            raise BuildFailed("\n".join(each.place for each in self.failed))
 
 
 def prepare_file(
-    text: str, name: str, directory: Path, import_from: Sequence[Path], *, is_recorded: bool = True
+    text: str,
+    name: str,
+    directory: Path,
+    import_from: Sequence[Path],
+    *,
+    runtime_env: Mapping[str, Any] | None = None,
+    is_recorded: bool = True,
 ) -> tuple[ServeRequest, ServeConfig]:
     """Check a configuration file, and import what it names. Raises `BadField` with the file's line and path.
 
-    ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in.
+    Applications that cannot be imported or built are `ServeRequest.failed`.
+    ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in. ``runtime_env`` is
+    what the applications' own is merged over.
     """
     config = check_config(YamlFile(text, name), directory)
-    prepared = []
+    prepared, failed = [], []
     for at, app in enumerate(config.schema.applications):
-        places = [*_working_dir(app.runtime_env, directory), *import_from, directory]
+        merged = merge_runtime_envs(runtime_env or {}, app.runtime_env)
         try:
+            places = [*_working_dir(merged, directory), *import_from, directory]
             prepared.append(
                 prepare_application(
                     app,
                     places,
                     base=directory,
+                    runtime_env=runtime_env,
                     logging_config=config.schema.logging_config,
                     is_recorded=is_recorded,
                 )
             )
-        except BadField as error:
-            raise _located(config.file, at, error) from error
+        except BUILD_ERRORS as error:
+            place = str(_located(config.file, at, error))
+            app_config = build_app_config(app, config.schema.logging_config)
+            failed.append(FailedBuild(name=app.name, error=str(error), place=place, app_config=app_config))
     request = ServeRequest(
         named=name,
         applications=prepared,
+        failed=failed,
         http_options=config.http_options,
         listen=config.listen,
         is_whole=True,
@@ -89,8 +137,10 @@ def prepare_file(
     return request, config
 
 
-def _located(file: YamlFile, at: int, error: BadField) -> BadField:
+def _located(file: YamlFile, at: int, error: Exception) -> BadField:
     """The error with the place in the file; the field is a path within the application's part, or of the code."""
+    if not isinstance(error, BadField):
+        return file.build_error(("applications", at), str(error))
     path: list[str | int] = ["applications", at, *parse_path(error.field)]
     located = file.build_error(path, error.reason)
     return (
@@ -109,6 +159,19 @@ def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:
     return [Path(path.removeprefix("local://"))] if "://" not in path or path.startswith("local://") else []
 
 
+def read_default_env(options: ServeOptions, directory: Path) -> dict[str, Any]:
+    """The ``runtime_env`` that the options give to applications of a file. Raises `BadField`.
+
+    Its relative paths are resolved in ``directory``.
+    """
+    runtime_env = options.read_runtime_env(directory)
+    try:
+        check_runtime_env(runtime_env, "runtime_env")
+    except (TypeError, ValueError) as error:
+        raise BadField("--runtime-env", str(error)) from error
+    return resolve_paths(runtime_env, directory)
+
+
 def prepare_import_path(
     import_path: str,
     arguments: Mapping[str, str],
@@ -120,7 +183,7 @@ def prepare_import_path(
     route_prefix: str | None = "/",
     is_recorded: bool,
 ) -> ServeRequest:
-    """Import one application. Raises `BadField`.
+    """Import one application. Raises `BadField`, and `BuildFailed` for the code.
 
     Paths of ``runtime_env`` and of the code are relative to ``directory``.
     """
@@ -132,11 +195,14 @@ def prepare_import_path(
     text = msgspec.json.encode({"applications": [fields]}).decode()
     try:
         config = check_config(YamlFile(text, import_path), directory)
+    except BadField as error:
+        raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
+    try:
         schema = config.schema.applications[0]
         places = [*_working_dir(runtime_env, directory), *import_from]
         prepared = prepare_application(schema, places, base=directory, is_recorded=is_recorded)
-    except BadField as error:
-        raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
+    except BUILD_ERRORS as error:
+        raise BuildFailed(str(error)) from error
     return ServeRequest(named=import_path, applications=[prepared])
 
 
@@ -213,12 +279,14 @@ class _Step(msgspec.Struct, frozen=True):
 def _plan_steps(request: ServeRequest, current: Sequence[ApplicationView]) -> list[list[_Step]]:
     """The commands in an order in which each route is free when it is taken. Raises `BadField` where there is none."""
     known = {view.name: view for view in current if view.status is not DeploymentStatus.DELETING}
-    names = {each.built.name for each in request.applications}
+    names = {each.built.name for each in request.applications} | {each.name for each in request.failed}
     pending = []
     for each in request.applications:
         before = known[each.built.name].route_prefix if each.built.name in known else None
         after = each.built.route_prefix
-        pending.append(_Step(_deploy_change(each), before if before != after else None, after))
+        logging_config = LoggingConfig() if request.logs_requests else None
+        change = _deploy_change(each, logging_config)
+        pending.append(_Step(change, before if before != after else None, after))
     for name, view in known.items():
         if request.is_whole and view.app_config is not None and name not in names:
             pending.append(_Step(_delete_change(name), view.route_prefix))
@@ -247,11 +315,12 @@ def _plan_steps(request: ServeRequest, current: Sequence[ApplicationView]) -> li
     return waves
 
 
-def _deploy_change(prepared: PreparedApplication) -> ChangeRequest:
+def _deploy_change(prepared: PreparedApplication, logging_config: LoggingConfig | None) -> ChangeRequest:
+    """``logging_config`` is for an application that has none."""
     target, name = prepared.target, prepared.built.name
     command = deploy_command(
         prepared.built,
-        target.logging_config,
+        target.logging_config or logging_config,
         external_scaler=target.external_scaler_enabled,
         app_config=prepared.app_config,
     )
@@ -276,12 +345,15 @@ def _delete_change(name: str) -> ChangeRequest:
 async def deploy(changes: ChangeSet, request: ServeRequest) -> None:
     """Deploy all applications, each by itself, and delete what the request leaves out.
 
-    Raises what the controller refuses, as long as nothing was changed.
+    One that is not built fails; what an earlier deploy made of it goes on. Raises what the controller refuses, as long
+    as nothing was changed.
     """
     admin = changes.stack.admin
     waves = _plan_steps(request, await admin.call(GetAllApplications()))
     for step in waves[0] if waves else ():
         await admin.call(Plan.for_command(step.change.command))
+    for failure in request.failed:
+        await _record_failure(changes, failure)
     for each in request.applications:
         size = sum(len(one.code) for one in each.built.deployments)
         if size >= _SHOWN_UPLOAD_BYTES:
@@ -296,8 +368,25 @@ async def deploy(changes: ChangeSet, request: ServeRequest) -> None:
             raise errors.exceptions[0] from errors
 
 
+async def _record_failure(changes: ChangeSet, failure: FailedBuild) -> None:
+    name = failure.name
+    command = RecordBuildFailure(name=name, error=failure.error, app_config=failure.app_config)
+    goal_id, error = None, failure.place
+    try:
+        goal_id = (await changes.stack.admin.call(command)).goal_id
+    except CommandRefused as refusal:
+        error = f"{error}\nIts status does not show that: {refusal}"
+    change = ChangeRequest(command=command, what=f"application {name}", done="")
+    outcome = ChangeOutcome(result=ChangeResult.FAILED, goal_id=goal_id, error=error, took_s=0.0)
+    changes.add(change, outcome)
+
+
 async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest, PlanView]]:
-    """What `deploy` would do, as far as the controller can tell before code is uploaded."""
+    """What `deploy` would do, as far as the controller can tell before code is uploaded.
+
+    Raises `BuildFailed` for an application that is not built.
+    """
+    request.check_built()
     first, *later = _plan_steps(request, await stack.admin.call(GetAllApplications())) or [[]]
     plans = [(step.change, await stack.admin.call(Plan.for_command(step.change.command))) for step in first]
     plans = [
@@ -314,7 +403,11 @@ async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest,
 def run_deploy(
     session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest
 ) -> None:
-    """`muster deploy` of a request, reported as other changes are."""
+    """`muster deploy` of a request, reported as other changes are, with Ray Serve's words, which scripts look for."""
+    is_quiet = options.as_json or options.dry_run
+    if not is_quiet:
+        what = "config file" if request.is_whole else "import path"
+        print_line(f"Deploying from {what}: '{request.named}'.")
     run_changes(
         session,
         choice,
@@ -323,8 +416,8 @@ def run_deploy(
         plan=lambda stack: plan(stack, request),
         work=lambda changes: deploy(changes, request),
     )
-    if not (options.as_json or options.dry_run):
-        print_line("Sent deploy request successfully.")  # Ray Serve's words, which scripts look for
+    if not is_quiet:
+        print_line(_SENT)
 
 
 def show_warnings() -> None:

@@ -79,16 +79,20 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Whether any option is set that makes the runtime environment."""
         return (self.runtime_env, self.runtime_env_json, self.working_dir) != (None, None, None)
 
-    def ignored_with_file(self, name: str | None, arguments: Sequence[str]) -> str | None:
-        """One line that names the options that a file makes void, as with Ray Serve; None for none."""
-        chosen = {
-            "--name": name,
-            "--route-prefix": self.route_prefix,
-            "--runtime-env": self.runtime_env,
-            "--runtime-env-json": self.runtime_env_json,
-            "--working-dir": self.working_dir,
-            "arguments": arguments or None,
-        }
+    def ignored_with_file(
+        self, name: str | None, arguments: Sequence[str], *, has_environment: bool
+    ) -> str | None:
+        """One line that names the options that a file makes void, as with Ray Serve; None for none.
+
+        With ``has_environment`` those of the runtime environment count as well: they are the defaults of the file.
+        """
+        chosen = {"--name": name, "--route-prefix": self.route_prefix, "arguments": arguments or None}
+        if not has_environment:
+            chosen |= {
+                "--runtime-env": self.runtime_env,
+                "--runtime-env-json": self.runtime_env_json,
+                "--working-dir": self.working_dir,
+            }
         names = [option for option, value in chosen.items() if value is not None]
         return f"note: a file says all; ignored: {', '.join(names)}" if names else None
 

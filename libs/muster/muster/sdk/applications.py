@@ -24,9 +24,19 @@ from muster.schema import LoggingConfig, ServeApplicationSchema
 from muster.sdk.build import BuiltApplication, BuiltDeployment, build_app
 from muster.sdk.deployments import Application, Deployment
 from muster.sdk.run import RunTarget
-from serve_common.errors import BadField
+from serve_common.errors import BadField, CommandRefused, PermanentError
 
 _TRACEBACK_LINES_MAX: Final = 40
+
+
+class BuildFailed(PermanentError):
+    """An application cannot be imported or built."""
+
+    error_code = "build_failed"
+
+
+BUILD_ERRORS: Final = (CommandRefused, TypeError, ValueError)
+"""What the code of an application, or its options over those of the code, are refused with."""
 
 
 class PreparedApplication(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +75,7 @@ def import_application(
         if not hasattr(sys.modules.get(module_name), "__spec__"):
             raise _failed(import_path, error) from error
         raise BadField("import_path", f"{import_path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(import_path, error) from error
     return _build(found, import_path, arguments)
 
@@ -135,7 +145,7 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
             raise BadField("args", f"of {import_path}: {error}") from error
     try:
         app = found(values)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(import_path, error) from error
     if not isinstance(app, Application):
         raise BadField(
@@ -150,16 +160,17 @@ def prepare_application(
     directories: Sequence[Path],
     *,
     base: Path,
+    runtime_env: Mapping[str, Any] | None = None,
     logging_config: LoggingConfig | None = None,
     is_recorded: bool = True,
 ) -> PreparedApplication:
     """Import and build what a file in the directory ``base`` has for one application, with its overrides.
 
-    ``logging_config`` is for an application that has none. Raises `BadField` whose field is the path within the
-    application's part of the file.
+    ``runtime_env`` has the defaults of the application's own, ``logging_config`` is for one that has none.
+    Raises `BadField` whose field is the path within the application's part of the file.
     """
     app = import_application(schema.import_path, schema.args, directories)
-    built = build_configured(app, schema, base)
+    built = build_configured(app, schema, base, runtime_env)
     target = RunTarget(
         app,
         schema.name,
@@ -167,19 +178,31 @@ def prepare_application(
         schema.logging_config or logging_config,
         schema.external_scaler_enabled,
     )
-    recorded = schema.model_dump(mode="json", exclude_unset=True) if is_recorded else None
-    if recorded is not None and schema.logging_config is None and logging_config is not None:
-        recorded["logging_config"] = logging_config.model_dump(mode="json", exclude_unset=True)
+    recorded = build_app_config(schema, logging_config) if is_recorded else None
     return PreparedApplication(built=built, target=target, app_config=recorded)
 
 
-def build_configured(app: Application, schema: ServeApplicationSchema, base: Path) -> BuiltApplication:
+def build_app_config(schema: ServeApplicationSchema, logging_config: LoggingConfig | None) -> dict[str, Any]:
+    """What the controller records of an application's part of a file; ``logging_config`` is that of the whole file."""
+    recorded = schema.model_dump(mode="json", exclude_unset=True)
+    if schema.logging_config is None and logging_config is not None:
+        recorded["logging_config"] = logging_config.model_dump(mode="json", exclude_unset=True)
+    return recorded
+
+
+def build_configured(
+    app: Application,
+    schema: ServeApplicationSchema,
+    base: Path,
+    default_env: Mapping[str, Any] | None = None,
+) -> BuiltApplication:
     """Build ``app`` with the options of the file over those of the code.
 
-    Relative paths of a ``runtime_env`` are resolved in ``base``. Raises `BadField` for a deployment that is not there.
+    Relative paths of a ``runtime_env`` are resolved in ``base``. ``default_env`` is what that of the application is
+    merged over. Raises `BadField` for a deployment that is not there.
     """
     options = {each.name: each.options() for each in schema.deployments}
-    runtime_env = _resolve_paths(schema.runtime_env, base)
+    runtime_env = merge_runtime_envs(default_env or {}, resolve_paths(schema.runtime_env, base))
 
     def configure(name: str, deployment: Deployment) -> Deployment:
         return _override(deployment, options.get(name, {}), runtime_env, base)
@@ -215,15 +238,20 @@ def _override(
     actor, own = code.ray_actor_options, code.ray_actor_options.get("runtime_env") or {}
     if "ray_actor_options" in options:
         actor = options["ray_actor_options"]
-        own = _resolve_paths(actor.get("runtime_env") or {}, base)
+        own = resolve_paths(actor.get("runtime_env") or {}, base)
     if runtime_env or own:
-        env_vars = {**(runtime_env.get("env_vars") or {}), **(own.get("env_vars") or {})}
-        merged = {**runtime_env, **own, **({"env_vars": env_vars} if env_vars else {})}
+        merged = merge_runtime_envs(runtime_env, own)
         options = {**options, "ray_actor_options": {**actor, "runtime_env": merged}}
     return code.options(**options) if options else code
 
 
-def _resolve_paths(runtime_env: Mapping[str, Any], base: Path) -> dict[str, Any]:
+def merge_runtime_envs(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``own`` over ``defaults`` as Ray merges the environments of a job and an actor: only ``env_vars`` one by one."""
+    env_vars = {**(defaults.get("env_vars") or {}), **(own.get("env_vars") or {})}
+    return {**defaults, **own, **({"env_vars": env_vars} if env_vars else {})}
+
+
+def resolve_paths(runtime_env: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """The environment with the local paths of a file as they are from everywhere."""
 
     def resolve(path: Any) -> Any:

@@ -169,7 +169,10 @@ def _run_many(
 
 
 async def _deploy(stack: Stack, app: BuiltApplication, target: RunTarget) -> ChangeReply:
-    logs = target.logging_config or get_client().logging_config
+    client = get_client()
+    # A stack that others started is spared a line for each request, whose cost is about that of a small one.
+    own = LoggingConfig() if client.is_embedded else None
+    logs = target.logging_config or client.logging_config or own
     command = deploy_command(app, logs, external_scaler=target.external_scaler_enabled)
     await upload_application(stack, app)
     return await stack.admin.call(command)

@@ -149,10 +149,15 @@ def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -
     failed = [name for name, each in shown.items() if each.status is DeploymentStatus.DEPLOY_FAILED]
     return ApplicationStatusOverview(
         status=_application_status(app),
-        message=format_failed(failed) or app.message,
+        message=_format_build_error(app) or format_failed(failed) or app.message,
         last_deployed_time_s=app.deployed_at,
         deployments=shown,
     )
+
+
+def _format_build_error(app: ApplicationView) -> str:
+    """Ray Serve's words, which programs look for, for an application that could not be built; "" for none."""
+    return f"Deploying app '{app.name}' failed with exception:\n{app.build_error}" if app.build_error else ""
 
 
 def format_failed(deployments: Sequence[str]) -> str:
@@ -163,6 +168,8 @@ def format_failed(deployments: Sequence[str]) -> str:
 def _application_status(app: ApplicationView) -> ApplicationStatus:
     if app.status in (Health.DELETING, Health.DELETED):
         return ApplicationStatus.DELETING
+    if app.build_error:
+        return ApplicationStatus.DEPLOY_FAILED
     if app.goal_status is GoalStatus.PENDING:
         return ApplicationStatus.DEPLOYING
     if app.goal_status is GoalStatus.FAILED:

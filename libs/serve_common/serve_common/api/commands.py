@@ -120,6 +120,21 @@ class DeployApplication(Command[ChangeReply], frozen=True, kw_only=True):
     """Id of one change, as in `Deploy`."""
 
 
+class RecordBuildFailure(Command[ChangeReply], frozen=True, kw_only=True):
+    """Record that an application cannot be imported or built by the one who deploys it.
+
+    Its status shows the error until it is deployed or deleted. What runs of it goes on. The reply's goal has failed.
+    """
+
+    verb = "record_build_failure"
+    name: str
+    """Name of the application."""
+    error: str
+    """Traceback or reason; its last 8,000 characters are stored."""
+    app_config: dict[str, Any] | None = None
+    """What a configuration file has for the application, as in `DeployApplication`."""
+
+
 class DeleteApplication(Command[ChangeReply], frozen=True, kw_only=True):
     """Delete an application and its deployments. An unknown name succeeds."""
 

@@ -129,6 +129,9 @@ class ApplicationView(msgspec.Struct, frozen=True, kw_only=True):
     """When it was last deployed with a change, in seconds since 1970."""
     app_config: dict[str, Any] | None = None
     """What the configuration file had for it; None when it was deployed without one."""
+    build_error: str = ""
+    """Why its last deploy could not import or build it; empty when there was no such error. What an earlier deploy
+    made is in the other fields: without one there are no deployments."""
 
 
 class BackendView(msgspec.Struct, frozen=True, kw_only=True):

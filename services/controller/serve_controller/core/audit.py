@@ -14,12 +14,13 @@ from immutables import Map
 
 from serve_common.config.backend import BackendConfig
 from serve_common.protocol.reports import ReplicaGoal
-from serve_common.values import truncate
+from serve_common.values import truncate, truncate_start
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,
     Backend,
     BackendVersion,
+    BuildFailure,
     CheckpointObject,
     EndpointConfig,
     EndpointRecord,
@@ -89,6 +90,8 @@ def _plain(value: CheckpointObject | None) -> Any:
         case Application():
             plain = msgspec.to_builtins(value.target)
             return plain | {"deleting": True} if value.deleting else plain
+        case BuildFailure():
+            return {"error": truncate_start(value.error, VALUE_BYTES_MAX)}
         case HostRecord():
             return {"draining": value.draining}
         case _:

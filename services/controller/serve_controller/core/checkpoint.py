@@ -22,6 +22,7 @@ from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId,
 from serve_controller.core.objects import (
     Application,
     Backend,
+    BuildFailure,
     CheckpointObject,
     Counters,
     Deployment,
@@ -209,6 +210,7 @@ class Checkpoint(Indices):
     __slots__ = (
         "applications",
         "backends",
+        "build_failures",
         "counters",
         "deployments",
         "endpoints",
@@ -228,6 +230,8 @@ class Checkpoint(Indices):
         self.endpoints: Map[EndpointTag, EndpointRecord] = Map()
         self.deployments: Map[BackendTag, Deployment] = Map()
         self.applications: Map[str, Application] = Map()
+        self.build_failures: Map[str, BuildFailure] = Map()
+        """By the name of the application."""
         self.revisions: Map[BackendTag, Map[int, Revision]] = Map()
         self.replicas: Map[BackendTag, Map[ReplicaTag, Replica]] = Map()
         """By backend, because every decision is about one backend's replicas."""
@@ -253,6 +257,7 @@ class Checkpoint(Indices):
         yield from self.endpoints.values()
         yield from self.deployments.values()
         yield from self.applications.values()
+        yield from self.build_failures.values()
         for revisions in self.revisions.values():
             yield from revisions.values()
         for replicas in self.replicas.values():
@@ -280,7 +285,7 @@ class Checkpoint(Indices):
         """The HTTP options of all proxies; the defaults until they are changed."""
         return HttpOptions() if self.http is None else self.http.target
 
-    def lookup(self, key: Key) -> CheckpointObject | None:  # noqa: C901 - a table
+    def lookup(self, key: Key) -> CheckpointObject | None:  # noqa: C901, PLR0912 - a table
         """The object under ``key`` or None."""
         kind, name = key
         match kind:
@@ -292,6 +297,8 @@ class Checkpoint(Indices):
                 return self.deployments.get(BackendTag(name))
             case ObjectKind.APPLICATION:
                 return self.applications.get(name)
+            case ObjectKind.BUILD_FAILURE:
+                return self.build_failures.get(name)
             case ObjectKind.REVISION:
                 tag, _, number = name.rpartition("@")
                 return self.revisions.get(BackendTag(tag), Map()).get(int(number))
@@ -330,7 +337,7 @@ class Draft(Checkpoint):
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
-    def put(self, value: CheckpointObject) -> None:  # noqa: C901 - a table
+    def put(self, value: CheckpointObject) -> None:  # noqa: C901, PLR0912 - a table
         """Add or replace an object."""
         self._touched[get_key(value)] = None
         match value:
@@ -343,6 +350,8 @@ class Draft(Checkpoint):
                 self.deployments = self.deployments.set(value.tag, value)
             case Application():
                 self.applications = self.applications.set(value.name, value)
+            case BuildFailure():
+                self.build_failures = self.build_failures.set(value.name, value)
             case Revision():
                 self.revisions = put_in(self.revisions, value.backend_tag, value.revision, value)
             case Replica():
@@ -378,6 +387,8 @@ class Draft(Checkpoint):
                 self.deployments = self.deployments.delete(before.tag)
             case Application():
                 self.applications = self.applications.delete(before.name)
+            case BuildFailure():
+                self.build_failures = self.build_failures.delete(before.name)
             case Revision():
                 self.revisions = delete_in(self.revisions, before.backend_tag, before.revision)
             case Replica():

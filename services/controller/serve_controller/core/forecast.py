@@ -164,6 +164,7 @@ def _differs(before: Checkpoint, after: Checkpoint) -> bool:
         bool(changed_names(before.backends, after.backends))
         or bool(changed_names(before.endpoints, after.endpoints))
         or bool(changed_names(before.applications, after.applications))
+        or bool(changed_names(before.build_failures, after.build_failures))
         or before.http != after.http
     )
 

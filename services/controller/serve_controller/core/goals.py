@@ -56,6 +56,11 @@ def application_owned(name: str) -> str:
     return f"applications.{name}"
 
 
+def build_failure_owned(name: str) -> str:
+    """The key owned by the goal of a build that failed, which changes nothing that runs."""
+    return f"build_failures.{name}"
+
+
 def host_owned(host_id: HostId) -> str:
     """The key owned by a goal that drains a host."""
     return f"hosts.{host_id}"

@@ -191,6 +191,18 @@ class Application(msgspec.Struct, frozen=True, kw_only=True):
     deleting: bool = False
 
 
+class BuildFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """The last deploy of an application, which could not import or build it; until it is deployed or deleted."""
+
+    name: str
+    """The application, of which an earlier version may run."""
+    goal_id: GoalId
+    error: str
+    failed_at: float
+    app_config: dict[str, Any] | None = None
+    """As in `ApplicationVersion`."""
+
+
 class Revision(msgspec.Struct, frozen=True, kw_only=True):
     """A version of a backend that succeeded: a possible target of a rollback."""
 
@@ -331,6 +343,7 @@ CheckpointObject = (
     | EndpointRecord
     | Deployment
     | Application
+    | BuildFailure
     | Revision
     | Replica
     | Goal
@@ -349,6 +362,7 @@ class ObjectKind(Enum):
     ENDPOINT = "endpoint"
     DEPLOYMENT = "deployment"
     APPLICATION = "application"
+    BUILD_FAILURE = "build_failure"
     REVISION = "revision"
     REPLICA = "replica"
     GOAL = "goal"
@@ -370,6 +384,7 @@ CLASSES: Final[Mapping[ObjectKind, type[CheckpointObject]]] = {
     ObjectKind.ENDPOINT: EndpointRecord,
     ObjectKind.DEPLOYMENT: Deployment,
     ObjectKind.APPLICATION: Application,
+    ObjectKind.BUILD_FAILURE: BuildFailure,
     ObjectKind.REVISION: Revision,
     ObjectKind.REPLICA: Replica,
     ObjectKind.GOAL: Goal,
@@ -386,7 +401,7 @@ def revision_name(tag: BackendTag, revision: int) -> str:
     return f"{tag}@{revision}"
 
 
-def get_key(value: CheckpointObject) -> Key:  # noqa: C901 - a table
+def get_key(value: CheckpointObject) -> Key:  # noqa: C901, PLR0912 - a table
     """The key under which an object is stored."""
     match value:
         case Backend():
@@ -397,6 +412,8 @@ def get_key(value: CheckpointObject) -> Key:  # noqa: C901 - a table
             return ObjectKind.DEPLOYMENT, value.tag
         case Application():
             return ObjectKind.APPLICATION, value.name
+        case BuildFailure():
+            return ObjectKind.BUILD_FAILURE, value.name
         case Revision():
             return ObjectKind.REVISION, revision_name(value.backend_tag, value.revision)
         case Replica():

@@ -190,6 +190,7 @@ async def _history(term: Term, query: q.GetHistory) -> list[HistoryView]:
 
 def _recorded_subject(checkpoint: Checkpoint, subject: str) -> str:
     """The subject as recorded in the audit log: the name of a host or application, otherwise the full tag."""
-    if subject in checkpoint.hosts or subject in checkpoint.applications:
+    applications = (checkpoint.applications, checkpoint.build_failures)
+    if subject in checkpoint.hosts or any(subject in each for each in applications):
         return subject
     return deployment_tag(subject, "subject")

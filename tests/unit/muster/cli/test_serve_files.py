@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from muster.cli.yaml_file import YamlFile
 from serve_common.api.commands import ChangeReply, DeployApplication, UploadCodeReply
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus, GoalView, PlanView
 from serve_common.config.backend import HttpOptions, LogEncoding, LoggingConfig
-from serve_common.errors import Conflict
+from serve_common.errors import Conflict, LimitReached
 from serve_common.names import GoalId
 
 Muster = Callable[..., Result]
@@ -68,6 +72,10 @@ def broken(args):
     raise RuntimeError("no luck today")
 
 
+def leaves(args):
+    raise SystemExit(0)
+
+
 def returned(args) -> serve.Application:
     return Front.bind(Model.bind([]))
 
@@ -96,6 +104,27 @@ def module(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 def stored(controller: Any) -> None:
     controller.answers["upload_code"] = UploadCodeReply(is_stored=True)
     controller.answers["get_all_applications"] = []
+
+
+class QuietFeed:
+    """Log lines of a stack where nothing is logged."""
+
+    async def receive(self, within_s: float | None = None) -> None:
+        await asyncio.sleep(60 if within_s is None else within_s)
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        raise AssertionError(subject)
+
+    @classmethod
+    @asynccontextmanager
+    async def listen(cls, address: Any, subjects: Any) -> AsyncIterator[QuietFeed]:
+        yield cls()
+
+
+@pytest.fixture
+def run(muster: Muster) -> Muster:
+    """`muster run --non-blocking`, and its arguments."""
+    return partial(muster, "run", "--non-blocking", listen=QuietFeed.listen)
 
 
 def view(name: str, route: str | None, app_config: dict[str, Any] | None) -> ApplicationView:
@@ -169,6 +198,64 @@ def test_a_file_deploys_all_its_applications_with_its_options_over_those_of_the_
     assert "application two is deployed" in result.stdout
 
 
+def test_the_runtime_env_of_a_run_is_the_default_of_the_applications_in_its_file(
+    run: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    for name in ("defaults", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/f.yaml").write_text(
+        f"""
+        applications:
+          - {{name: bare, route_prefix: /bare, import_path: '{module}:app'}}
+          - name: own
+            route_prefix: /own
+            import_path: {module}:app
+            runtime_env: {{working_dir: ../own, env_vars: {{C: app}}}}
+        """
+    )
+    controller.answers["upload_code"] = lambda request: UploadCodeReply(is_stored=request.pages > 0)
+    environment = {"working_dir": "nowhere", "env_vars": {"A": "run", "B": "run", "C": "run"}}
+    result = run(
+        *("--runtime-env-json", json.dumps(environment), "--working-dir", "defaults"), "files/f.yaml"
+    )
+    assert result.exit_code == 0, result.output
+    assert "ignored" not in result.stderr
+    assert result.stdout.startswith("Running config file: 'files/f.yaml'.\n")
+    assert result.stdout.endswith("\nSubmitted deploy config successfully.\n")
+    bare, own = (command.deployments for _name, command in sorted(sent(controller).items()))
+    environments = [
+        {each.name: each.replica_config.ray_actor_options.runtime_env for each in deployments}
+        for deployments in (bare, own)
+    ]
+    assert environments[0]["Front"]["env_vars"] == {"A": "run", "B": "run", "C": "run"}
+    assert environments[0]["Model"]["env_vars"] == {"A": "code", "B": "run", "C": "run"}
+    assert environments[1]["Front"]["env_vars"] == {"A": "run", "B": "run", "C": "app"}
+    uploaded = {each.digest: each.data for each in controller.asked_of("upload_code") if each.pages == 1}
+    names = []
+    for deployments in (bare, own):
+        working_dir = deployments[0].replica_config.working_dir
+        with zipfile.ZipFile(io.BytesIO(uploaded[working_dir])) as archive:
+            names.append(archive.namelist())
+    assert names == [["defaults.txt"], ["own.txt"]]
+    configs = [command.app_config or {} for command in sent(controller).values()]
+    assert [each.get("runtime_env") for each in configs] == [
+        None,
+        {"working_dir": "../own", "env_vars": {"C": "app"}},
+    ]
+
+
+def test_a_runtime_env_of_a_run_with_an_unknown_field_is_refused(
+    run: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    result = run("--runtime-env-json", '{"conda": "base"}', file)
+    assert result.exit_code == 2
+    assert "--runtime-env: runtime_env: 'conda' is not supported by Muster" in result.stderr
+    assert controller.asked == []
+
+
 def test_logging_of_a_deployment_is_before_that_of_its_application_and_of_the_file(
     muster: Muster, controller: Any, module: str, tmp_path: Path
 ) -> None:
@@ -201,6 +288,28 @@ def test_logging_of_a_deployment_is_before_that_of_its_application_and_of_the_fi
     assert recorded["logging_config"] == {"log_level": "ERROR"}
     of_the_file = {each.backend_config.logging_config for each in sent(controller)["two"].deployments}
     assert of_the_file == {LoggingConfig(log_level="ERROR")}
+
+
+def test_a_run_logs_requests_unless_a_logging_config_says_otherwise(
+    muster: Muster, run: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    def logging_of(words: tuple[str, ...]) -> set[LoggingConfig | None]:
+        controller.asked.clear()
+        assert (run if words[0] == "run" else muster)(*words[words[0] == "run" :]).exit_code == 0
+        [command] = sent(controller).values()
+        return {each.backend_config.logging_config for each in command.deployments}
+
+    file = write(tmp_path, f"applications: [{{import_path: '{module}:app'}}]")
+    assert logging_of(("run", f"{module}:app")) == {LoggingConfig()}
+    assert LoggingConfig().enable_access_log
+    assert logging_of(("run", file)) == {LoggingConfig()}
+    assert logging_of(("deploy", file)) == {None}
+    assert logging_of(("deploy", f"{module}:app")) == {None}
+    file = write(
+        tmp_path,
+        f"logging_config: {{enable_access_log: false}}\napplications: [{{import_path: '{module}:app'}}]\n",
+    )
+    assert logging_of(("run", file)) == {LoggingConfig(enable_access_log=False)}
 
 
 def test_auto_puts_its_limits_under_the_codes_own(
@@ -302,13 +411,84 @@ def test_a_bad_file_is_refused_with_path_and_line_before_anything_is_sent(
         ),
     ],
 )
-def test_what_cannot_be_imported_or_built_is_refused_with_its_place(
-    muster: Muster, controller: Any, module: str, tmp_path: Path, import_path: str, more: str, words: str
+def test_what_cannot_be_imported_or_built_fails_by_itself_and_the_others_are_deployed(
+    muster: Muster,
+    run: Muster,
+    controller: Any,
+    module: str,
+    tmp_path: Path,
+    import_path: str,
+    more: str,
+    words: str,
 ) -> None:
-    text = f"applications: [{{import_path: '{import_path.format(module=module)}', {more}}}]"
-    result = muster("deploy", write(tmp_path, text))
-    assert result.exit_code == 2
+    controller.answers["get_all_applications"] = [
+        view("bad", "/bad", {"import_path": "a:b"}),
+        view("old", "/old", {"import_path": "a:b"}),
+    ]
+    text = (
+        f"applications: [{{name: bad, import_path: '{import_path.format(module=module)}', {more}}}, "
+        f"{{name: good, route_prefix: /good, import_path: '{module}:app'}}]"
+    )
+    file = write(tmp_path, text)
+    result = muster("deploy", file)
+    assert result.exit_code == 1
+    assert "error: application bad: the change failed:" in result.stderr
     assert words.format(module=module) in result.stderr
+    assert "application good is deployed" in result.stdout
+    assert "Sent deploy request successfully." not in result.stdout
+    assert list(sent(controller)) == ["good"]
+    [failure] = controller.asked_of("record_build_failure")
+    assert failure.name == "bad"
+    assert words.format(module=module).rpartition("applications[0].")[2] in failure.error
+    assert failure.app_config["import_path"] == import_path.format(module=module)
+    assert [each.name for each in controller.asked_of("delete_application")] == ["old"]
+
+    parsed = json.loads(muster("deploy", file, "--json", "--no-wait").stdout)
+    assert {each["what"]: each["outcome"]["result"] for each in parsed} == {
+        "application bad": "failed",
+        "application good": "accepted",
+        "application old": "accepted",
+    }
+
+    controller.asked.clear()
+    for command in (muster, "plan", "deploy"), (muster, "diff"), (run,):
+        refused = command[0](*command[1:], file)
+        assert refused.exit_code == (2 if "diff" in command else 1)
+        assert words.format(module=module) in refused.stderr
+    assert controller.asked == []
+
+
+def test_a_failed_build_that_cannot_be_recorded_is_told_all_the_same(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    controller.answers["record_build_failure"] = LimitReached("too many")
+    file = write(tmp_path, "applications: [{import_path: 'nowhere:app'}]")
+    result = muster("deploy", file)
+    assert result.exit_code == 1
+    assert "No module named 'nowhere'" in result.stderr
+    assert "Its status does not show that: too many" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["broken", "leaves", "absent", "Model"])
+def test_an_import_path_that_cannot_be_imported_or_built_is_exit_code_1(
+    muster: Muster, run: Muster, controller: Any, module: str, name: str
+) -> None:
+    words = {
+        "broken": "RuntimeError: no luck today",
+        "leaves": "SystemExit: 0",
+        "absent": "has no attribute 'absent'",
+        "Model": "Model is a deployment",
+    }
+    for result in (
+        run(f"{module}:{name}"),
+        muster("deploy", f"{module}:{name}", "x=y"),
+        run("nowhere:app"),
+        muster("build", "nowhere:app"),
+    ):
+        assert result.exit_code == 1
+        assert "error: import_path: " in result.stderr
+    assert words[name] in run(f"{module}:{name}").stderr
+    assert run(f"{module}:app", "--no-such-option").exit_code == 2
     assert controller.asked == []
 
 
@@ -473,18 +653,19 @@ def test_an_import_path_without_a_name_is_an_application(
     assert command.app_config is not None
     assert command.app_config["args"] == {"word": "a", "flag": "b=c"}
     assert command.deployments[0].replica_config.ray_actor_options.runtime_env["env_vars"]["X"] == "y"
-    for words, field in (
-        (("deploy", f"{module}:app", "word"), "KEY=VALUE"),
-        (("deploy", f"{module}:app", "--num-replicas", "2"), "--num-replicas"),
-        (("deploy", f"{module}:app", "--name", "b", "x=y"), "args"),
-        (("deploy", f"{module}:plain", "--name", "b", "x=y", "--version", "1"), "--version"),
+    for words, field, code in (
+        (("deploy", f"{module}:app", "word"), "KEY=VALUE", 2),
+        (("deploy", f"{module}:app", "--num-replicas", "2"), "--num-replicas", 2),
+        (("deploy", f"{module}:app", "--name", "b", "x=y"), "args", 1),
+        (("deploy", f"{module}:plain", "--name", "b", "x=y", "--version", "1"), "--version", 2),
         (
             ("deploy", f"{module}:app", "--runtime-env", "env.yaml", "--runtime-env-json", "{}"),
             "--runtime-env-json",
+            2,
         ),
     ):
         refused = muster(*words)
-        assert refused.exit_code == 2
+        assert refused.exit_code == code
         assert f"error: {field}:" in refused.stderr
 
 
@@ -497,7 +678,12 @@ def test_an_import_path_of_an_application_has_its_name(
     )
     assert result.exit_code == 0, result.output
     assert "without effect in Muster: --address" in result.stderr
-    assert "success" in result.stdout
+    assert result.stdout.startswith(f"Deploying from import path: '{module}:{words[0]}'.\n")
+    assert result.stdout.endswith(
+        "Sent deploy request successfully.\n"
+        " * Use `muster status` to check applications' statuses.\n"
+        " * Use `muster config` to see the current application config(s).\n\n"
+    )
     assert list(sent(controller)) == ["shop"]
     assert not controller.asked_of("deploy")
 
@@ -543,7 +729,7 @@ def test_status_in_a_pipe_is_rays_form_unless_a_table_is_wanted(muster: Muster, 
 
 def test_build_refuses_a_function(muster: Muster, module: str) -> None:
     result = muster("build", f"{module}:plain")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "to be an Application but got <class 'function'>" in result.stderr
 
 
@@ -586,7 +772,7 @@ def test_what_build_writes_deploys_what_the_code_says(
         ("app2", "/app2"),
     ]
     refused = muster("build", f"{module}:nothing")
-    assert refused.exit_code == 2
+    assert refused.exit_code == 1
 
 
 def test_paths_of_a_runtime_env_are_relative_to_the_directory_of_the_command(
@@ -680,8 +866,27 @@ def test_status_in_rays_form(muster: Muster, controller: Any) -> None:
     assert muster("status", "digits", "--name", "b").exit_code == 2
 
 
+def test_the_status_of_an_application_that_cannot_be_built_is_deploy_failed(
+    muster: Muster, controller: Any
+) -> None:
+    error = "import_path: a:b raised:\nValueError: no weights"
+    served = msgspec.structs.replace(view("a", "/a", None), build_error=error)
+    leaving = msgspec.structs.replace(served, name="b", status=DeploymentStatus.DELETING)
+    controller.answers["get_all_applications"] = [served, leaving]
+    shown = yaml.safe_load(muster("status").stdout)["applications"]
+    assert shown["a"]["status"] == "DEPLOY_FAILED"
+    assert shown["a"]["message"] == f"Deploying app 'a' failed with exception:\n{error}"
+    assert shown["b"]["status"] == "DELETING"
+
+
 def test_shutdown_asks_and_deletes_everything(muster: Muster, controller: Any) -> None:
-    assert muster("shutdown", given="n\n").exit_code == 1
+    refused = muster("shutdown", given="n\n")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith(
+        'This will shut down Serve on the cluster at address "nats://stack.example:4222" and delete all applications '
+        "there. Do you want to continue? [y/N]:"
+    )
+    assert refused.stderr.endswith("Aborted!\n")
     assert not controller.asked_of("shutdown")
     result = muster("shutdown", "-y")
     assert result.exit_code == 0

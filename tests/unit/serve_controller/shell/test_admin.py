@@ -71,6 +71,7 @@ V1 = get_version()
 PENDING = goal_of(status=v.GoalStatus.PENDING)
 NEEDED = {
     "name": "a",
+    "error": "ValueError: no weights",
     "confirm": "everything",
     "goal_id": "g1",
     "replica_config": {"import_path": "m:C"},

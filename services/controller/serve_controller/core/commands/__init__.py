@@ -18,6 +18,7 @@ DECISIONS: Final[Mapping[type[c.Command[Any]], Callable[[Checkpoint, Any, float]
     c.Deploy: deployments.deploy,
     c.DeleteDeployment: deployments.delete_deployment,
     c.DeployApplication: applications.deploy_application,
+    c.RecordBuildFailure: applications.record_build_failure,
     c.DeleteApplication: applications.delete_application,
     c.CreateBackend: deployments.create_backend,
     c.DeleteBackend: deployments.delete_backend,

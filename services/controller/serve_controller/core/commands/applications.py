@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from serve_common.api.commands import DeleteApplication, DeployApplication
+from serve_common.api.commands import DeleteApplication, DeployApplication, RecordBuildFailure
+from serve_common.api.views import GoalStatus
 from serve_common.config.backend import EndpointOptions, check_endpoint_options
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import (
@@ -15,6 +18,7 @@ from serve_common.names import (
     check_name,
     check_route,
 )
+from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
     Accepted,
@@ -39,14 +43,30 @@ from serve_controller.core.commands.deployments import (
     put_deployment,
     unwanted_deployments,
 )
-from serve_controller.core.goals import application_owned, deployment_owned, pending_goal
-from serve_controller.core.objects import Application, ApplicationVersion, Backend, EndpointConfig, GoalKind
+from serve_controller.core.goals import (
+    application_owned,
+    build_failure_owned,
+    deployment_owned,
+    end_goal,
+    pending_goal,
+)
+from serve_controller.core.objects import (
+    Application,
+    ApplicationVersion,
+    Backend,
+    BuildFailure,
+    EndpointConfig,
+    GoalKind,
+    ObjectKind,
+)
 from serve_controller.core.snapshots import interim_route, taken_over
 
 DEPLOYMENTS_MAX = 100
 """Most deployments of one application, to bound what is recorded in one transaction."""
 APP_CONFIG_BYTES_MAX = 64 * 1024
 """Largest `DeployApplication.app_config`, as JSON: it is part of the lists of applications."""
+BUILD_FAILURES_MAX = 1_000
+"""Most build failures: no backends limit the number of applications that never were built."""
 
 
 def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: float) -> Accepted:
@@ -83,11 +103,13 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
         )
         for tag in parts
     }
+    draft = Draft(checkpoint)
+    draft.delete((ObjectKind.BUILD_FAILURE, name))
     if existing is not None and _is_same(checkpoint, existing, target, parts, configs):
-        return nothing_to_do(name, existing.goal_id)
+        current = nothing_to_do(name, existing.goal_id)
+        return msgspec.structs.replace(current, changes=draft.changes())  # without a build that failed since
     for tag in left_out:
         check_unused(checkpoint, tag, {EndpointTag(tag)})
-    draft = Draft(checkpoint)
     owns = [
         application_owned(name),
         *(key for tag in (*target.deployments, *left_out) for key in deployment_owned(tag)),
@@ -137,11 +159,15 @@ def _checked_parts(
         parts[tag] = Wanted(spec.replica_config, spec.backend_config, spec.version, spec.version is not None)
         check_target(parts[tag], at)
         options[tag] = check_endpoint_options(spec.endpoint_options, f"{at}endpoint_options")
-    if len(msgspec.json.encode(command.app_config)) > APP_CONFIG_BYTES_MAX:
-        raise LimitReached(f"app_config: larger than {APP_CONFIG_BYTES_MAX} bytes of JSON")
+    _check_app_config(command.app_config)
     if BackendTag(f"{command.name}/{command.ingress}") not in parts:
         raise BadField("ingress", f"{command.ingress[:100]!r} is none of the deployments")
     return parts, options
+
+
+def _check_app_config(app_config: dict[str, Any] | None) -> None:
+    if len(msgspec.json.encode(app_config)) > APP_CONFIG_BYTES_MAX:
+        raise LimitReached(f"app_config: larger than {APP_CONFIG_BYTES_MAX} bytes of JSON")
 
 
 def _check_name_free(checkpoint: Checkpoint, name: str, tags: set[BackendTag]) -> None:
@@ -171,21 +197,43 @@ def _is_same(
     return True
 
 
+def record_build_failure(checkpoint: Checkpoint, command: RecordBuildFailure, now: float) -> Accepted:
+    """Record why the last deploy of an application could not build it; its deployments are left alone."""
+    name = check_name(command.name, "name")
+    if not command.error.strip():
+        raise BadField("error", "must not be empty")
+    _check_app_config(command.app_config)
+    error, known = command.error[-ERROR_LENGTH_MAX:], checkpoint.build_failures.get(name)
+    if known is not None and (known.error, known.app_config) == (error, command.app_config):
+        return nothing_to_do(name, known.goal_id)
+    if known is None and len(checkpoint.build_failures) >= BUILD_FAILURES_MAX:
+        raise LimitReached(f"{BUILD_FAILURES_MAX} applications could not be built already; delete some")
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.APPLICATION, name, [build_failure_owned(name)], now)
+    end_goal(draft, draft.goals[goal_id], GoalStatus.FAILED, now, error)
+    draft.put(
+        BuildFailure(name=name, goal_id=goal_id, error=error, failed_at=now, app_config=command.app_config)
+    )
+    return changed(draft, name, goal_id)
+
+
 def delete_application(checkpoint: Checkpoint, command: DeleteApplication, now: float) -> Accepted:
     """Delete an application with all its deployments."""
     name = check_name(command.name, "name")
     existing = checkpoint.applications.get(name)
-    if existing is None:
-        return nothing_to_do(name, None)
-    if existing.deleting:
-        return nothing_to_do(name, existing.goal_id, updating=True)
+    draft = Draft(checkpoint)
+    draft.delete((ObjectKind.BUILD_FAILURE, name))
+    if existing is None or existing.deleting:
+        goal_id = None if existing is None else existing.goal_id
+        if name in checkpoint.build_failures:
+            return changed(draft, name, goal_id)
+        return nothing_to_do(name, goal_id, updating=existing is not None)
     tags = sorted(
         {*existing.target.deployments, *unwanted_deployments(checkpoint, name, existing.target.deployments)}
     )
     own = {EndpointTag(tag) for tag in tags}
     for tag in tags:
         check_unused(checkpoint, tag, own)
-    draft = Draft(checkpoint)
     owns = [application_owned(name), *(key for tag in tags for key in deployment_owned(tag))]
     goal_id = new_goal(draft, GoalKind.DELETE, name, owns, now)
     draft.put(msgspec.structs.replace(existing, goal_id=goal_id, deleting=True))

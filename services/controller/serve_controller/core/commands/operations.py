@@ -114,6 +114,8 @@ def shutdown(checkpoint: Checkpoint, _command: Shutdown, now: float) -> Accepted
     goal_ids: dict[GoalId, None] = {}
     for name in sorted(draft.applications):
         draft.delete((ObjectKind.APPLICATION, name))
+    for name in sorted(draft.build_failures):
+        draft.delete((ObjectKind.BUILD_FAILURE, name))
     for goal_id in sorted(draft.pending, key=parse_number):
         goal = draft.pending[goal_id]
         if goal.kind is GoalKind.APPLICATION:

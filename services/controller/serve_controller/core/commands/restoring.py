@@ -120,6 +120,8 @@ def _drop(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
     goals: list[GoalId] = []
     for name in sorted(draft.applications):
         draft.delete((ObjectKind.APPLICATION, name))  # those of the backup are put again
+    for name in sorted(draft.build_failures):
+        draft.delete((ObjectKind.BUILD_FAILURE, name))
     for endpoint_tag in sorted(draft.endpoints):
         if endpoint_tag not in saved.endpoints:
             if BackendTag(endpoint_tag) not in draft.backends:

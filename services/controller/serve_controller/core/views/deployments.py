@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 from immutables import Map
 
 from serve_common.api.queries import PagedQuery
@@ -20,7 +21,7 @@ from serve_common.api.views import (
     SnapshotView,
 )
 from serve_common.errors import NotFound
-from serve_common.names import BackendTag, EndpointTag, deployment_tag
+from serve_common.names import BackendTag, EndpointTag, GoalId, deployment_tag
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,
@@ -45,11 +46,38 @@ NUM_REASONS_MAX: Final = 3
 
 
 def view_applications(checkpoint: Checkpoint, query: PagedQuery[Any] = ALL) -> list[ApplicationView]:
-    """All applications in the order of their names."""
-    return [
-        _application(checkpoint, checkpoint.applications[name])
-        for name in paginate(checkpoint.applications.keys(), query)
-    ]
+    """All applications in the order of their names, with those that never were built."""
+    names = {*checkpoint.applications, *checkpoint.build_failures}
+    return [_view_application(checkpoint, name) for name in paginate(names, query)]
+
+
+def _view_application(checkpoint: Checkpoint, name: str) -> ApplicationView:
+    application, failure = checkpoint.applications.get(name), checkpoint.build_failures.get(name)
+    view = _NEVER_BUILT if application is None else _application(checkpoint, application)
+    if failure is None:
+        return view
+    return msgspec.structs.replace(
+        view,
+        name=name,
+        message=view.message or f"the last change failed: {failure.error}",
+        goal_id=failure.goal_id,
+        goal_status=GoalStatus.FAILED,
+        deployed_at=failure.failed_at,
+        app_config=failure.app_config,
+        build_error=failure.error,
+    )
+
+
+_NEVER_BUILT: Final = ApplicationView(
+    name="",
+    status=DeploymentStatus.UNHEALTHY,
+    message="",
+    route_prefix=None,
+    ingress="",
+    deployments=[],
+    goal_id=GoalId(""),
+    goal_status=GoalStatus.FAILED,
+)
 
 
 def _application(checkpoint: Checkpoint, application: Application) -> ApplicationView:

@@ -9,7 +9,9 @@ from serve_common.api.commands import (
     DeleteApplication,
     DeleteDeployment,
     DeployApplication,
+    RecordBuildFailure,
     Rollback,
+    Shutdown,
     UpdateBackendConfig,
 )
 from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus
@@ -18,6 +20,7 @@ from serve_common.names import BackendTag
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
 from serve_controller.core.commands import applications
+from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.forecast import forecast
 from serve_controller.core.reconcile import PublishSnapshot
 from serve_controller.core.views.deployments import view_applications, view_deployment, view_deployments
@@ -440,6 +443,133 @@ def test_deploying_it_again_while_it_goes_brings_all_of_it_back() -> None:
     assert loop.goal_status(again.goal_id) is GoalStatus.SUCCEEDED
     assert shown(loop).status is DeploymentStatus.HEALTHY
     check_converged(loop)
+
+
+# -- builds that failed ------------------------------------------------------------------------------------------------
+
+
+def failure(name: str = "app", error: str = "Traceback\nValueError: no weights") -> RecordBuildFailure:
+    return RecordBuildFailure(name=name, error=error, app_config={"import_path": "a:b"})
+
+
+def test_an_application_that_was_never_built_is_shown_with_its_error_until_it_is_deployed() -> None:
+    loop = loop_of()
+    reply = loop.ask(failure())
+    assert loop.goal_status(reply.goal_id) is GoalStatus.FAILED
+    view = shown(loop)
+    assert (view.name, view.status, view.goal_status) == (
+        "app",
+        DeploymentStatus.UNHEALTHY,
+        GoalStatus.FAILED,
+    )
+    assert (view.build_error, view.app_config) == (failure().error, {"import_path": "a:b"})
+    assert (view.deployments, view.route_prefix, view.goal_id) == ([], None, reply.goal_id)
+    assert view.deployed_at == loop.checkpoint.goals[view.goal_id].created_at
+    check_converged(loop)
+    loop.done(application(spec("front"), route="/shop"))
+    assert (shown(loop).build_error, shown(loop).status) == ("", DeploymentStatus.HEALTHY)
+    assert not loop.checkpoint.build_failures
+    check_converged(loop)
+
+
+def test_a_build_that_fails_leaves_what_runs_and_the_same_deploy_again_only_clears_it() -> None:
+    loop = loop_of()
+    command = application(spec("front"), spec("model"), route="/shop")
+    loop.done(command)
+    before = loop.checkpoint
+    loop.ask(failure())
+    loop.settle()
+    after = loop.checkpoint
+    assert (after.backends, after.endpoints, after.replicas) == (
+        before.backends,
+        before.endpoints,
+        before.replicas,
+    )
+    view = shown(loop)
+    assert (view.status, view.goal_status) == (DeploymentStatus.HEALTHY, GoalStatus.FAILED)
+    assert view.message == f"the last change failed: {failure().error}"
+    assert (view.route_prefix, view.deployments) == ("/shop", ["app/front", "app/model"])
+    assert forecast(after, after.applied(loop.command(command).changes), loop.observed, 0.0).updating
+    again = loop.ask(command)
+    assert not again.updating
+    assert (shown(loop).build_error, shown(loop).goal_status) == ("", GoalStatus.SUCCEEDED)
+    assert loop.checkpoint.backends == before.backends
+    check_converged(loop)
+
+
+def test_a_build_that_fails_during_a_deploy_leaves_that_deploy_alone() -> None:
+    loop = loop_of()
+    goal_id = loop.ask(application(spec("front"))).goal_id
+    loop.ask(failure())
+    assert loop.goal_status(goal_id) is GoalStatus.PENDING
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert shown(loop).build_error == failure().error
+
+
+def test_the_same_failure_again_is_nothing_to_do_and_another_replaces_it() -> None:
+    loop = loop_of()
+    first = loop.ask(failure())
+    again = loop.command(failure())
+    assert (again.reply.goal_id, again.reply.updating, bool(again.changes)) == (first.goal_id, False, False)
+    second = loop.ask(failure(error="x" * 9_000 + "the end"))
+    assert second.goal_id != first.goal_id
+    assert len(shown(loop).build_error) == 8_000
+    assert shown(loop).build_error.endswith("the end")
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_deleting_an_application_deletes_its_failure(is_running: bool) -> None:
+    loop = loop_of()
+    if is_running:
+        loop.done(application(spec("front")))
+    loop.ask(failure())
+    assert loop.ask(DeleteApplication(name="app")).updating
+    if is_running:
+        loop.ask(failure())
+        assert loop.ask(DeleteApplication(name="app")).updating
+    loop.settle()
+    assert view_applications(loop.checkpoint) == []
+    assert not loop.checkpoint.build_failures
+    check_converged(loop)
+
+
+def test_a_restore_deletes_failures() -> None:
+    loop = loop_of()
+    loop.done(application(spec("front")))
+    saved = loop.checkpoint
+    loop.ask(failure())
+    loop.ask(failure("another"))
+    loop.command(RestoreFrom(saved=saved, summary=""))
+    loop.settle()
+    assert (shown(loop).name, shown(loop).build_error) == ("app", "")
+    assert not loop.checkpoint.build_failures
+
+
+def test_a_shutdown_deletes_failures() -> None:
+    loop = loop_of()
+    loop.ask(failure())
+    loop.command(Shutdown(confirm="everything"))
+    assert view_applications(loop.checkpoint) == []
+
+
+def test_failures_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_of()
+    monkeypatch.setattr(applications, "BUILD_FAILURES_MAX", 1)
+    loop.ask(failure())
+    loop.ask(failure(error="another"))
+    for command, error, text in (
+        (failure("other"), LimitReached, "1 applications could not be built already"),
+        (failure("a/b"), BadField, "^name: "),
+        (failure(error=" "), BadField, "^error: must not be empty"),
+        (
+            RecordBuildFailure(name="app", error="x", app_config={"a": "b" * 70_000}),
+            LimitReached,
+            "app_config",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            loop.command(command)
 
 
 # An application's ingress changes and keeps its route: nobody is ever without it, and what fails leaves it.
