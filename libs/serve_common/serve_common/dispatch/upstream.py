@@ -64,6 +64,8 @@ ACCEPTED: Final = 101
 _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 _SUBJECTS_CACHED_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
+_AGE_S_MIN: Final = 0.001
+"""uvloop's clock counts milliseconds, and a probe of age 0 leaves it open whether the request arrived lately."""
 
 
 @final
@@ -178,7 +180,8 @@ class Outgoing:
         incoming = None if call.response_reader is None else call.response_reader.incoming
         received, limit = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
         attempt.probed_sent = _sent_frames(call)
-        self._try_publish(attempt, ProbeHead(now - attempt.sent_at, received, limit))
+        age_s = max(now - attempt.sent_at, _AGE_S_MIN)
+        self._try_publish(attempt, ProbeHead(age_s, received, limit))
 
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""

@@ -240,6 +240,23 @@ async def test_after_a_reconnect_everything_under_way_is_probed_at_once(world: W
     await task
 
 
+async def test_a_probe_in_the_very_moment_of_the_request_still_bears_an_age(world: World) -> None:
+    """Without one, a replica cannot tell that the request has not begun: that would be a 502."""
+    task = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    (call,) = world.dispatcher.calls.values()
+    assert call.attempt is not None
+    sent_at = call.attempt.sent_at
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            asyncio.get_running_loop(), "time", lambda: sent_at
+        )  # uvloop's stands still for a millisecond
+        world.dispatcher.bus_reconnected()
+    assert world.take(ProbeHead)[2].age_s > 0
+    world.ok(reply)
+    await task
+
+
 async def test_a_bus_that_takes_no_more_is_an_error_and_frees_the_slot(world: World) -> None:
     world.bus.is_full = True
     assert isinstance(await failure(await world.ask()), ServeError)
@@ -280,7 +297,7 @@ async def test_an_upload_that_a_reconnect_interrupts_goes_on_where_its_replica_s
     received += world.take(BodyHead)[3]
     world.bus.sent.clear()  # the others are lost
     world.dispatcher.bus_reconnected()
-    assert world.take(ProbeHead)[1:3] == (reply, ProbeHead(0.0, 0))
+    assert world.take(ProbeHead)[1:3] == (reply, ProbeHead(0.001, 0))
     world.answer(reply, AliveHead(2, WINDOW_FRAMES + 2))
     sequences = []
     while world.bus.sent:
@@ -361,7 +378,7 @@ async def test_a_lost_piece_is_asked_for_once_and_what_comes_twice_is_dropped(wo
     reply, _, answer = await world.stream()
     for number in (2, 3):
         world.answer(reply, BodyHead(number, False), b"x")
-    assert world.take(ProbeHead)[2] == ProbeHead(0.0, 1, WINDOW_FRAMES)
+    assert world.take(ProbeHead)[2] == ProbeHead(0.001, 1, WINDOW_FRAMES)
     assert not world.bus.sent
     world.answer(reply, ResponseHead(200, [], False, 0), b"0")
     for number in (1, 2, 1, 2, 3):

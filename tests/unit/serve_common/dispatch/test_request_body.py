@@ -522,7 +522,7 @@ async def test_messages_that_the_bus_does_not_take_are_sent_when_it_is_back(worl
     assert await socket.send(b"x", is_text=True)
     world.bus.is_connected = True
     world.dispatcher.bus_reconnected()
-    assert world.take(ProbeHead)[2] == ProbeHead(0.0, 1, WINDOW_MESSAGES + 1)
+    assert world.take(ProbeHead)[2] == ProbeHead(0.001, 1, WINDOW_MESSAGES + 1)
     world.answer(reply, AliveHead(1, WINDOW_MESSAGES + 1))
     assert world.take(MessageHead)[2:] == (MessageHead(1, True, True), b"x")
     socket.close(1000, "")
