@@ -153,7 +153,14 @@ SECTIONS: Final = (
                 "What takes [direct links](../concepts.md#direct-links) between routers and replicas instead of NATS: "
                 "`off`, `bodies` (large bodies, streams and WebSockets) or `all`. Proxies and replica hosts read it.",
             ),
-            Variable("MUSTER_DIRECT_DIR", (BusSettings, "direct_dir"), "replicas accept no direct links"),
+            Variable(
+                "MUSTER_DIRECT_DIR", (BusSettings, "direct_dir"), "replicas accept none of their machine"
+            ),
+            Variable(
+                "MUSTER_DIRECT_HOST", (BusSettings, "direct_host"), "replicas accept none of other machines"
+            ),
+            Variable("MUSTER_DIRECT_PORTS", (BusSettings, "direct_ports"), "0"),
+            Variable("MUSTER_DIRECT_ADVERTISE", (BusSettings, "direct_advertise"), "as described"),
             Variable("MUSTER_OPS_HOST", (OperationsSettings, "host")),
             Variable(
                 "MUSTER_OPS_PORT",

@@ -144,7 +144,7 @@ def test_large_bodies_take_direct_links_over_a_volume_that_only_proxies_and_host
         with contextlib.suppress(urllib.error.HTTPError):  # no digits are in it
             urllib.request.urlopen(request, timeout=60).close()
         page = stack.run("exec", "-T", "proxy", "python", "-c", METRICS)
-        return float(re.search(r"^serve_proxy_direct_links (\S+)$", page, re.MULTILINE)[1])  # type: ignore[index]
+        return float(re.search(r'^serve_proxy_direct_links{transport="unix"} (\S+)$', page, re.MULTILINE)[1])  # type: ignore[index]
 
     stack.wait_until(lambda: links() >= 1, "the proxy has a direct link", links)
     mode = stack.run("exec", "-T", "replica-host", "stat", "-c", "%a %u %g", "/run/muster/direct")

@@ -6,6 +6,7 @@ This is a short storm; `python -m bench.chaos` takes the whole one.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from bench.chaos import CLIENTS, KINDS
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
 from serve_common.runtime.settings import DirectMode
+from serve_common.runtime.tasks import TaskOwner
 from tests.support.stacks.loaded_stack import NAME, ROUTE, LoadedStack
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
@@ -46,7 +48,13 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loade
 async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_cut(
     stack: LoadedStack,
 ) -> None:
+    seen: Counter[str] = Counter()
+    tasks = TaskOwner("test")
+    tasks.start(_watch_links(stack, seen), "watch_links")
     storm = await chaos.ordered_changes(stack, "changing", rounds=1, requests_per_s=REQUESTS_PER_S)
+    await tasks.close(5)
+    print(f"most links at once: {dict(seen)}")
+    assert min(seen["unix"], seen["tcp"]) >= 1
     print(f"{storm.cuts} connections cut; {storm.load.line()}")
     assert Counter(f"{failure.what}: {failure.answer}" for failure in storm.load.failures) == {}
     assert storm.cuts == 3 * (2 * 2 + chaos.REPLICAS), (
@@ -66,6 +74,18 @@ async def test_links_and_connections_that_are_cut_at_any_byte_fail_no_request_an
     assert storm.link_cuts > CUT_REQUESTS / 20
     assert storm.rolls >= 1
     assert storm.nats_cuts >= 1
+
+
+async def _watch_links(stack: LoadedStack, seen: Counter[str]) -> None:
+    """Keep the most direct links of the first proxy at once, by transport."""
+    url = f"http://127.0.0.1:{stack.proxy_operations_ports[0]}/metrics?name[]=serve_proxy_direct_links"
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(url) as response:
+                page = await response.text()
+            for transport, count in re.findall(r'direct_links{transport="(\w+)"} ([0-9.]+)', page):
+                seen[transport] = max(seen[transport], int(float(count)))
+            await asyncio.sleep(0.2)
 
 
 async def test_a_hang_of_nats_replaces_no_replica_and_runs_nothing_twice(

@@ -59,13 +59,14 @@ _BUS: Final = Row(
         ),
         Panel(
             title="Direct links",
-            description="Of proxies to replicas on their machine: open now, and in each minute opened, failed and "
-            "ended, and frames that took them. Ended ones in a row: replicas that die, or read too slowly.",
+            description="Of proxies to replicas: open now (unix on one machine, tcp between machines), and in each "
+            "minute opened, failed and ended, and frames that took them. Ended ones in a row: replicas that die, or "
+            "read too slowly.",
             unit="none",
             queries=(
                 Query(
-                    expr=total("serve_proxy_direct_links", OF_INSTANCE, by="instance"),
-                    legend="{{instance}} open",
+                    expr=total("serve_proxy_direct_links", OF_INSTANCE, by="instance, transport"),
+                    legend="{{instance}} open {{transport}}",
                 ),
                 Query(
                     expr=increase("serve_proxy_direct_dials_total", OF_INSTANCE, by="instance, outcome"),

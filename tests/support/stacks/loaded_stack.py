@@ -52,6 +52,8 @@ CHANGE_LIMIT_S = 150.0
 STARTS_WITHIN_S = 240.0
 """A Ray that does not start within half a minute gives up; then its host is started again, and that must be in it."""
 _NUMBERS = (1, 2)
+AS_ELSEWHERE = {"MUSTER_DIRECT_DIR": "", "MUSTER_DIRECT_HOST": "127.0.0.1"}
+"""Of the last host: its replicas have direct links as on another machine, the others' as on this one."""
 
 
 def replica_config(version: str) -> ReplicaConfig:
@@ -126,6 +128,11 @@ class LoadedStack:
         return [self._ports[f"http_{number}"] for number in _NUMBERS]
 
     @property
+    def proxy_operations_ports(self) -> list[int]:
+        """Of the proxies."""
+        return [self._ports[f"proxy_ops_{number}"] for number in _NUMBERS]
+
+    @property
     def _nats_url(self) -> str:
         return f"nats://127.0.0.1:{self._ports['nats']}"
 
@@ -156,7 +163,11 @@ class LoadedStack:
                     continue
                 name = f"{spec.name}-{number}"
                 own = {
-                    HOST: {"MUSTER_HOST_ID": name, "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
+                    HOST: {
+                        "MUSTER_HOST_ID": name,
+                        "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+                        **(AS_ELSEWHERE if number == _NUMBERS[-1] else {}),
+                    },
                     PROXY: {"MUSTER_PROXY_ID": name},
                 }
                 specs.append(

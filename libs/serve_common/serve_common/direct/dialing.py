@@ -1,6 +1,7 @@
 """A router's end of direct links: which replicas to dial, and the links that are open.
 
 No address is part of a snapshot: a router dials when it has a use for a link, by a `DialHead` on the replica's subject.
+It takes the Unix socket where that opens, else TCP where the replica offers it.
 What it was about to send takes the bus, so nothing ever waits for a link.
 """
 
@@ -12,8 +13,9 @@ from typing import Final, Protocol, final
 
 import structlog
 
-from serve_common.direct.link import DirectLink, machine_id
-from serve_common.direct.listening import IDLE_S, LINKS_MAX
+from serve_common.direct import tcp
+from serve_common.direct.link import ACCEPTED_TOKEN, DirectLink, machine_id
+from serve_common.direct.listening import IDLE_S, LINKS_MAX, TICKET_BYTES
 from serve_common.errors import ServeError
 from serve_common.names import ReplicaTag
 from serve_common.protocol.frames import DialHead, FrameUnreadable, LinkHead, decode_frame, encode_frame
@@ -89,6 +91,11 @@ class DirectLinks:
         return len(self._links)
 
     @property
+    def open_tcp_links(self) -> int:
+        """Number of open links to other machines."""
+        return sum(link.is_tcp for link in list(self._links.values()))
+
+    @property
     def carry_all(self) -> bool:
         """True when requests can be sent without the bus, to some replicas."""
         return self.mode is DirectMode.ALL and bool(self._links)
@@ -119,12 +126,7 @@ class DirectLinks:
 
     def dial(self, replica: ReplicaTag, subject: bytes) -> None:
         """Open a link to ``replica`` in the background, unless there is one, or it failed lately."""
-        if (
-            self.mode is DirectMode.OFF
-            or replica in self._links
-            or replica in self._dials
-            or not self._machine
-        ):
+        if self.mode is DirectMode.OFF or replica in self._links or replica in self._dials:
             return
         if self._loop.time() < self._not_before.get(replica, 0.0) or len(self._dials) >= LINKS_MAX:
             return
@@ -196,23 +198,51 @@ class DirectLinks:
             found = await waiter
         finally:
             self._inbox.forget(token)
-        if not found.path:
+        if not found.path and not found.host:
             raise ConnectionError("the replica offers no way")
         return found
 
     async def _connect(self, replica: ReplicaTag, way: LinkHead) -> DirectLink:
+        """Open a link that the replica has accepted. Raises OSError."""
+        has_changed = asyncio.Event()
+
+        def take_frame(_link: DirectLink, token: bytes, frame: bytes) -> None:
+            if token == ACCEPTED_TOKEN:
+                has_changed.set()
+            else:
+                self._inbox.deliver(token.hex().encode(), frame)
+
         def ended(link: DirectLink) -> None:
+            has_changed.set()
             if self._links.get(replica) is link:
                 del self._links[replica]
                 self.lost += 1
                 sent, received = self._ended_frames
                 self._ended_frames = (sent + link.sent_frames, received + link.received_frames)
-            self._on_lost(link)
+                self._on_lost(link)
 
-        link = DirectLink(self._loop, self._take_frame, ended)
-        transport, _ = await self._loop.create_unix_connection(lambda: link, way.path)
-        transport.write(way.ticket)
+        if len(way.ticket) != TICKET_BYTES:
+            raise ConnectionError(f"the replica's ticket has {len(way.ticket)} bytes")
+        link = DirectLink(self._loop, take_frame, ended)
+        try:
+            transport = await self._open_transport(link, way)
+            transport.write(way.ticket)
+            await has_changed.wait()
+        except BaseException:
+            link.close()
+            raise
+        if not link.is_open:
+            raise ConnectionError("the replica did not accept the ticket")
         return link
 
-    def _take_frame(self, _link: DirectLink, token: bytes, frame: bytes) -> None:
-        self._inbox.deliver(token.hex().encode(), frame)
+    async def _open_transport(self, link: DirectLink, way: LinkHead) -> asyncio.Transport:
+        """Connect over the Unix socket, or, where that is of another machine or container, over TCP. Raises OSError."""
+        if way.path:
+            try:
+                transport, _ = await self._loop.create_unix_connection(lambda: link, way.path)
+            except OSError:
+                if not way.host:
+                    raise
+            else:
+                return transport
+        return await tcp.open_connection(link, way.host, way.port, way.certificate, DIAL_TIMEOUT_S)

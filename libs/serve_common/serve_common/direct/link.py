@@ -4,7 +4,8 @@ Why beside NATS: a body on the bus crosses the server and four more sockets. Why
 take either way, and receivers order them (`serve_common.protocol.streams`), so a link that ends loses nothing.
 
 On the wire a frame is ``size (4 bytes, big endian) + token (8 bytes) + frame``. The token is the last one of the
-request's reply subject, as raw bytes; the rest of that subject is the router's inbox, which both ends know.
+request's reply subject, as raw bytes; the rest of that subject is the router's inbox, which both ends know. A
+router first sends its ticket, and uses the link once the replica has accepted that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from serve_common.protocol.frames import (
 LARGE_BYTES_MIN: Final = 64 * 1024
 """Bodies of this size and more are worth a link."""
 TOKEN_BYTES: Final = 8
+ACCEPTED_TOKEN: Final = bytes(TOKEN_BYTES)
+"""Token of the empty frame by which a replica says that it has accepted the ticket: the first of each link."""
 FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
@@ -91,6 +94,7 @@ class DirectLink(asyncio.BufferedProtocol):
         self._is_threaded = is_threaded
         self._transport: asyncio.Transport | None = None
         self._is_ended = False
+        self._is_tcp = False
         # reading
         self._buffer = bytearray(_READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -113,6 +117,11 @@ class DirectLink(asyncio.BufferedProtocol):
         self._written_bytes = 0
 
     @property
+    def is_tcp(self) -> bool:
+        """True for a link between machines; for any thread."""
+        return self._is_tcp
+
+    @property
     def is_open(self) -> bool:
         """True while frames can be sent."""
         return not self._is_ended and self._transport is not None
@@ -122,6 +131,7 @@ class DirectLink(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
+        self._is_tcp = transport.get_extra_info("ssl_object") is not None
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
         if self._large is not None:

@@ -2,8 +2,9 @@
 
 The bus is the one authority: only who may publish on the replica's subject, and receive on the inbox that it names,
 gets a ticket. A ticket is 256 random bits, good for one connection within seconds, and bound to that inbox: requests on
-the link can name no other. The socket lies in a directory that only Muster's processes can enter, and the peer's user
-is checked.
+the link can name no other. On its own machine a replica listens on a Unix socket, in a directory that only Muster's
+processes can enter, and checks the peer's user; for other machines, where that is configured, on TCP with TLS
+(`serve_common.direct.tcp`), which lets in nobody while no ticket is out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import itertools
 import secrets
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -20,9 +22,10 @@ from typing import Final, cast, final
 
 import structlog
 
-from serve_common.direct.link import DirectLink, OnFrame, machine_id
+from serve_common.direct.link import ACCEPTED_TOKEN, DirectLink, OnFrame, machine_id
+from serve_common.direct.tcp import TcpEndpoint, configure, create_server_identity, is_loopback, listen
 from serve_common.protocol.frames import LinkHead
-from serve_common.runtime.tasks import TaskOwner
+from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
@@ -31,12 +34,14 @@ TICKET_BYTES: Final = 32
 TICKET_S: Final = 5.0
 """Seconds for which a ticket is good, and for which a connection may be without one."""
 TICKETS_MAX: Final = 64
-"""Most tickets, and most connections without one, at a time."""
+"""Most tickets, and of each transport most connections without one, at a time."""
 LINKS_MAX: Final = 256
 """Most open links of a process; beyond it the one that was idle longest is ended."""
 IDLE_S: Final = 300.0
 """Seconds without a frame after which a link is ended."""
 _SWEEP_S: Final = 30.0
+_ACCEPT_RETRY_S: Final = 1.0
+"""Seconds without accepting after that failed, as it does when the process has too many open files."""
 _DEAD_SOCKETS_MAX: Final = 1_000
 _NEW_S: Final = 60.0
 """Seconds in which a socket may be bound and not listened on yet."""
@@ -61,16 +66,27 @@ class LinkListener:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | None,
         uids: Collection[int],
         *,
+        tcp: TcpEndpoint | None = None,
         on_frame: OnFrame,
         on_end: Callable[[DirectLink], None],
         on_batch_end: Callable[[], None],
         machine: str | None = None,
     ) -> None:
-        """``directory`` is where the socket is made; ``uids`` are the users whose processes may connect."""
-        self._path = directory / secrets.token_urlsafe(16)  # short: such paths have 107 characters at most
+        """``directory`` is where the socket is made, ``uids`` are the users whose processes may connect there.
+
+        ``tcp`` is where links of other machines are accepted. None of either: no such links.
+        """
+        # A short name: such paths have 107 characters at most.
+        self._path = None if directory is None else directory / secrets.token_urlsafe(16)
+        self._tcp = tcp
+        self._port = 0
+        """Bound TCP port; 0: none."""
+        self._certificate = b""
+        self._tcp_server: socket.socket | None = None
+        self._accepting: OwnedTask | None = None
         self._machine = machine_id() if machine is None else machine
         self._uids = frozenset(uids)
         self._on_frame = on_frame
@@ -87,20 +103,50 @@ class LinkListener:
         self._refusals = RateLimitedLogger(_log.warning)
 
     async def start(self, tasks: TaskOwner) -> None:
-        """Listen, in a directory that is made where it is missing. Raises OSError when the socket cannot be made."""
-        self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        self._server = await self._loop.create_unix_server(lambda: _Arrival(self), str(self._path))
-        # The directory decides who may come near; other users of it need the right to write, to connect.
-        self._path.chmod(0o660)
-        _remove_dead_sockets(self._path)
+        """Listen. What cannot be listened on is logged, and its links are not offered."""
+        if self._path is not None:
+            try:
+                self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+                await self._listen_unix(self._path)
+            except OSError as error:
+                _log.warning("direct_links_not_accepted", path=str(self._path.parent), error=str(error))
+        if self._tcp is not None:
+            try:
+                self._listen_tcp(self._tcp, tasks)
+            except OSError as error:
+                first, last = self._tcp.ports
+                _log.warning(
+                    "direct_links_not_accepted",
+                    host=self._tcp.host,
+                    ports=f"{first}-{last}",
+                    error=str(error),
+                )
         tasks.start(self._sweep(), "direct_links")
+
+    async def _listen_unix(self, path: Path) -> None:
+        self._server = await self._loop.create_unix_server(lambda: _Arrival(self, is_tcp=False), str(path))
+        _share_socket(path)
+
+    def _listen_tcp(self, tcp: TcpEndpoint, tasks: TaskOwner) -> None:
+        context, self._certificate = create_server_identity()
+        server = self._tcp_server = listen(tcp.host, tcp.ports)
+        self._port = server.getsockname()[1]
+        self._accepting = tasks.start(self._accept(server, context, tasks), "accept_links")
+        _log.debug("direct_links_accepted", host=tcp.host, port=self._port)
 
     async def close(self) -> None:
         """End everything."""
         if self._server is not None:
             self._server.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        self._port = 0
+        if self._accepting is not None:
+            self._accepting.cancel()
+            while not self._accepting.is_done:  # noqa: ASYNC110 - it ends at once; then the loop leaves the socket alone
+                await asyncio.sleep(0)
+        if self._tcp_server is not None:
+            self._tcp_server.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
         for arrival in list(self._unknown):
             arrival.refuse("the replica ends")
         for link in list(self._inboxes):
@@ -109,7 +155,12 @@ class LinkListener:
     def offer(self, reply: bytes, machine: str) -> LinkHead:
         """Answer a `DialHead`, on any thread."""
         inbox = parse_inbox(reply)
-        if inbox is None or not machine or machine != self._machine or self._server is None:
+        if inbox is None:
+            return LinkHead()
+        is_here = bool(machine) and machine == self._machine
+        path = str(self._path) if is_here and self._server is not None else ""
+        host = self._advertised_host(is_here=is_here)
+        if not path and not host:
             return LinkHead()
         if len(self._tickets) >= TICKETS_MAX:
             self._drop_old_tickets()
@@ -117,7 +168,16 @@ class LinkListener:
                 return LinkHead()
         ticket = secrets.token_bytes(TICKET_BYTES)
         self._tickets[ticket] = inbox, self._loop.time() + TICKET_S
-        return LinkHead(str(self._path), ticket)
+        if not host:
+            return LinkHead(path, ticket)
+        return LinkHead(path, ticket, host, self._port, self._certificate)
+
+    def _advertised_host(self, *, is_here: bool) -> str:
+        """The host that a router dials over TCP; empty: it cannot."""
+        if self._tcp is None or not self._port:
+            return ""
+        host = self._tcp.advertised_host()
+        return "" if is_loopback(host) and not is_here else host
 
     def link_to(self, inbox: bytes) -> DirectLink | None:
         """The open link to the router with this inbox, on any thread."""
@@ -134,12 +194,42 @@ class LinkListener:
 
     # -- arrivals --
 
+    async def _accept(self, server: socket.socket, context: ssl.SSLContext, tasks: TaskOwner) -> None:
+        """Accept TCP connections. Why not asyncio's server: it would bound nothing before a handshake is over."""
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(server)
+            except OSError as error:
+                self.log_refusal(f"connections cannot be accepted: {error}")
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            arrival = _Arrival(self, is_tcp=True)
+            reason = self.arrive(arrival)
+            if reason is None:
+                tasks.start(self._handshake(arrival, connection, context), "tls_handshake")
+            else:
+                connection.close()
+                self.log_refusal(reason)
+
+    async def _handshake(self, arrival: _Arrival, connection: socket.socket, context: ssl.SSLContext) -> None:
+        try:
+            configure(connection)
+            async with asyncio.timeout(TICKET_S):
+                await self._loop.connect_accepted_socket(
+                    lambda: arrival, connection, ssl=context, ssl_handshake_timeout=TICKET_S
+                )
+        except OSError as error:  # of TLS, too
+            arrival.refuse(f"no TLS: {str(error) or type(error).__name__}")
+
     def arrive(self, arrival: _Arrival) -> str | None:
         """A connection was made; returns why it is refused."""
-        if len(self._unknown) >= TICKETS_MAX:
+        if sum(each.is_tcp is arrival.is_tcp for each in self._unknown) >= TICKETS_MAX:
             return "too many connections without a ticket"
-        uid = _peer_uid(arrival.transport)
-        if uid not in self._uids:
+        if arrival.is_tcp:
+            self._drop_old_tickets()
+            if not self._tickets:
+                return "no ticket is out"
+        elif (uid := _peer_uid(arrival.transport)) not in self._uids:
             return f"the peer's user is {uid}"
         self._unknown.add(arrival)
         self._loop.call_later(TICKET_S, arrival.expire)
@@ -199,20 +289,25 @@ class LinkListener:
 class _Arrival(asyncio.Protocol):
     """A connection until its ticket has arrived; then its transport is a link's."""
 
-    def __init__(self, listener: LinkListener) -> None:
-        self.transport: asyncio.Transport
+    def __init__(self, listener: LinkListener, *, is_tcp: bool) -> None:
+        self.is_tcp = is_tcp
+        self.transport: asyncio.Transport | None = None
+        """None until a TLS handshake is over."""
         self._listener = listener
         self._data = b""
         self._is_over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        reason = self._listener.arrive(self)
-        if reason is not None:
-            self.refuse(reason)
+        if self._is_over:
+            self.transport.abort()
+        elif not self.is_tcp:  # those were let in before TLS
+            reason = self._listener.arrive(self)
+            if reason is not None:
+                self.refuse(reason)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_over:
+        if self._is_over or self.transport is None:
             return
         self._data += data
         if len(self._data) < TICKET_BYTES:
@@ -225,6 +320,7 @@ class _Arrival(asyncio.Protocol):
         self._is_over = True
         link.connection_made(self.transport)
         self.transport.set_protocol(link)
+        link.send_frame(ACCEPTED_TOKEN, b"")
         while rest:
             buffer = link.get_buffer(len(rest))
             part, rest = rest[: len(buffer)], rest[len(buffer) :]
@@ -240,19 +336,28 @@ class _Arrival(asyncio.Protocol):
             self.refuse("no ticket within seconds")
 
     def refuse(self, reason: str) -> None:
-        """End the connection."""
+        """End the connection; one without a transport ends with its handshake."""
+        if not self._is_over:
+            self._listener.log_refusal(reason)
         self._is_over = True
         self._listener.leave(self)
-        self._listener.log_refusal(reason)
-        self.transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
 
-def _peer_uid(transport: asyncio.Transport) -> int:
+def _peer_uid(transport: asyncio.Transport | None) -> int:
     """The user of the process at the other end of a Unix socket."""
+    assert transport is not None, "it is connected"
     peer: socket.socket = transport.get_extra_info("socket")
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
+
+
+def _share_socket(path: Path) -> None:
+    # The directory decides who may come near; other users of it need the right to write, to connect.
+    path.chmod(0o660)
+    _remove_dead_sockets(path)
 
 
 def _remove_dead_sockets(own: Path) -> None:

@@ -160,6 +160,11 @@ class BusConnection:
         return link.pending_bytes if link is not None else 0
 
     @property
+    def local_host(self) -> str:
+        """This end's address of the connection to NATS; empty while disconnected."""
+        return "" if self._link is None else self._link.local_host
+
+    @property
     def inbox_prefix(self) -> bytes:
         """First tokens of the subjects on which this user may receive replies."""
         return self._options.inbox_prefix.encode()

@@ -167,6 +167,12 @@ class Link(asyncio.Protocol):
         self._pinged_at = self._loop.time()
         self._keepalive = self._loop.call_later(self._options.ping_interval_s, self._ping)
 
+    @property
+    def local_host(self) -> str:
+        """This end's address; empty before it is connected."""
+        name = None if self._transport is None else self._transport.get_extra_info("sockname")
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     def has_ended(self) -> bool:
         """Whether it cannot be used any more."""
         return self.failure is not None

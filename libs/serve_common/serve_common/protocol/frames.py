@@ -210,16 +210,22 @@ class DialHead(msgspec.Struct, frozen=True, array_like=True, tag="D"):
     """A router asks a replica for a direct link; the reply subject is one of the router's inbox."""
 
     machine: str
-    """What the router's machine is known by (`serve_common.direct.dialing.machine_id`)."""
+    """What the router's machine is known by (`serve_common.direct.link.machine_id`)."""
 
 
 class LinkHead(msgspec.Struct, frozen=True, array_like=True, tag="L"):
     """The answer to a `DialHead`: how to reach the replica directly."""
 
     path: str = ""
-    """A Unix socket on the router's machine; empty when there is no way."""
+    """A Unix socket on the router's machine; empty for none."""
     ticket: bytes = b""
     """Proves the router, once and for a few seconds: the first bytes that it sends."""
+    host: Annotated[str, Meta(max_length=255)] = ""
+    """Name or IP address that accepts links over TCP; empty for none. Without a path either, there is no way."""
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """TCP port of ``host``."""
+    certificate: Annotated[bytes, Meta(max_length=4096)] = b""
+    """The certificate (DER) that the process at ``host`` and ``port`` must have."""
 
 
 Head = (

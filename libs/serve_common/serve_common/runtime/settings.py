@@ -6,6 +6,7 @@ code path. A secret may come as ``NAME`` or as ``NAME_FILE``, the path of a file
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -29,6 +30,8 @@ from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.names import check_name
 from serve_common.values import shown
 
+_PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_HOST: Final = re.compile(r"[0-9A-Fa-f:.]+|[A-Za-z0-9._-]+")
 _ADVERTISED: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?|[0-9A-Fa-f:.]+")
 
 
@@ -124,9 +127,17 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     direct: DirectMode = DirectMode.BODIES
     """Which frames take direct links between routers and replicas."""
     direct_dir: str = ""
-    """Directory of the Unix sockets by which replicas accept direct links; empty: they accept none."""
+    """Directory of the Unix sockets by which replicas accept direct links of their machine; empty: they accept none."""
     direct_uids: tuple[int, ...] = (0,)
-    """Users whose processes may open direct links, beside the replica's own."""
+    """Users whose processes may open direct links over those sockets, beside the replica's own."""
+    direct_host: str = ""
+    """IP address on which replicas accept direct links of other machines, over TCP with TLS; `0.0.0.0` or `::` for
+    all addresses; empty: they accept none."""
+    direct_ports: tuple[int, int] = (0, 0)
+    """Ports for that, as `first-last`: each replica takes a free one. 0: the system chooses."""
+    direct_advertise: str = ""
+    """Host name or IP address that routers dial; empty: ``MUSTER_DIRECT_HOST``, or, where that is all addresses, the
+    one from which the replica reaches NATS."""
 
     def __repr__(self) -> str:
         return f"BusSettings(servers={self.servers!r}, user={self.user!r}, …)"
@@ -179,6 +190,9 @@ def read_bus_settings(
         tls_ca_file=environment.optional("MUSTER_NATS_TLS_CA_FILE"),
         direct=read_direct_mode(environment),
         direct_dir=environment.optional("MUSTER_DIRECT_DIR") or "",
+        direct_host=_direct_host(environment),
+        direct_ports=_direct_ports(environment),
+        direct_advertise=_direct_advertise(environment),
     )
 
 
@@ -190,6 +204,33 @@ def read_direct_mode(environment: Environment) -> DirectMode:
     except ValueError as error:
         known = ", ".join(mode.value for mode in DirectMode)
         raise BadField("MUSTER_DIRECT", f"{text[:40]!r} must be one of {known}") from error
+
+
+def _direct_host(environment: Environment) -> str:
+    text = environment.optional("MUSTER_DIRECT_HOST") or ""
+    try:
+        return str(ipaddress.ip_address(text)) if text else ""
+    except ValueError as error:
+        raise BadField("MUSTER_DIRECT_HOST", f"{text[:100]!r} is not an IP address") from error
+
+
+def _direct_ports(environment: Environment) -> tuple[int, int]:
+    text = environment.text("MUSTER_DIRECT_PORTS", "0")
+    found = _PORTS.fullmatch(text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (-1, -1)
+    if not (first == last == 0 or 0 < first <= last <= 65_535):
+        raise BadField(
+            "MUSTER_DIRECT_PORTS",
+            f"{text[:40]!r} must be a port, or the first and last of a range: 30000-30999",
+        )
+    return first, last
+
+
+def _direct_advertise(environment: Environment) -> str:
+    text = environment.optional("MUSTER_DIRECT_ADVERTISE") or ""
+    if text and (len(text) > 255 or _HOST.fullmatch(text) is None):
+        raise BadField("MUSTER_DIRECT_ADVERTISE", f"{text[:100]!r} must be a host name or an IP address")
+    return text
 
 
 def read_credentials(environment: Environment, role: Role, name: str) -> Credentials:

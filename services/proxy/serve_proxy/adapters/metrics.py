@@ -109,7 +109,8 @@ class ProxyCollector(Collector):
         yield build_single(BUS_PENDING_BYTES, self._bus.pending_bytes)
         yield build_single(PERMISSION_VIOLATIONS, self._bus.permission_violations)
         links = self._links
-        yield build_single(DIRECT_LINKS, links.open_links)
+        tcp = links.open_tcp_links
+        yield build_family(DIRECT_LINKS, [(["unix"], links.open_links - tcp), (["tcp"], tcp)])
         counts = {"opened": links.opened, "failed": links.failed, "lost": links.lost}
         yield build_family(DIRECT_DIALS, [([outcome], count) for outcome, count in counts.items()])
         sent, received = links.count_frames()

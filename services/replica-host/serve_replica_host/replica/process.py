@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
@@ -299,12 +298,8 @@ class ReplicaProcess:
     async def _accept_links(self, bus_io: ReplicaIO, tasks: TaskOwner) -> None:
         """Accept direct links, where that is configured; what cannot be made leaves everything to the bus."""
         bus = self._order.bus
-        if bus.direct is DirectMode.OFF or not bus.direct_dir:
-            return
-        try:
-            await bus_io.accept_links(Path(bus.direct_dir), {os.getuid(), *bus.direct_uids}, tasks)
-        except OSError as error:
-            _log.warning("direct_links_not_accepted", path=bus.direct_dir, error=str(error))
+        if bus.direct is not DirectMode.OFF and (bus.direct_dir or bus.direct_host):
+            await bus_io.accept_links(bus, tasks)
 
     def _renew_on_new_identity(self, connection: BusConnection) -> None:
         loop, tasks = asyncio.get_running_loop(), self._tasks

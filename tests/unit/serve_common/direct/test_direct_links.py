@@ -1,4 +1,4 @@
-"""Direct links over real Unix sockets: what is carried, in which order, who may connect, and what ends a link."""
+"""Direct links over real sockets of both kinds: what is carried, in which order, who may connect, what ends a link."""
 
 from __future__ import annotations
 
@@ -10,106 +10,32 @@ import random
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from serve_common.direct import listening
 from serve_common.direct.dialing import BUSY_REQUESTS, DirectLinks
-from serve_common.direct.link import FRAME_BYTES_MAX, PENDING_BYTES_MAX, DirectLink, link_token
-from serve_common.direct.listening import LinkListener, parse_inbox
-from serve_common.errors import BusUnavailable
-from serve_common.names import ReplicaTag
+from serve_common.direct.link import (
+    ACCEPTED_TOKEN,
+    FRAME_BYTES_MAX,
+    PENDING_BYTES_MAX,
+    DirectLink,
+    link_token,
+)
+from serve_common.direct.listening import parse_inbox
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     BodyHead,
     CancelHead,
-    DialHead,
     Head,
     LinkHead,
     decode_frame,
     encode_frame,
 )
 from serve_common.runtime.settings import DirectMode
-from serve_common.runtime.tasks import TaskOwner
+from tests.support.link_world import INBOX, MACHINE, REPLICA, SUBJECT, World, with_links
 from tests.support.waiting import eventually
-
-REPLICA = ReplicaTag("d/a#1")
-SUBJECT = b"serve.replica.d.a.1"
-INBOX = b"_INBOX_proxy.p1.x."
-MACHINE = "this-machine"
-
-
-def names_in(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
-
-
-class Inbox:
-    """Callbacks by token, as the router's."""
-
-    def __init__(self) -> None:
-        self.receivers: dict[bytes, Callable[[bytes, bytes, bytes | None], None]] = {}
-        self.delivered: list[tuple[bytes, bytes]] = []
-
-    def new_reply(self, on_reply, on_no_responders) -> tuple[bytes, bytes]:
-        token = random.randbytes(8).hex().encode()
-        self.receivers[token] = on_reply
-        return token, INBOX + token
-
-    def forget(self, token: bytes) -> None:
-        del self.receivers[token]
-
-    def deliver(self, token: bytes, payload: bytes) -> None:
-        self.delivered.append((token, bytes(payload)))
-
-
-class World:
-    """A router and a replica whose bus only carries dials."""
-
-    def __init__(
-        self, directory: Path, mode: DirectMode = DirectMode.BODIES, uids: tuple[int, ...] | None = None
-    ):
-        self.inbox = Inbox()
-        self.taken: list[tuple[DirectLink, bytes, bytes]] = []
-        self.ended: list[DirectLink] = []
-        self.lost: list[DirectLink] = []
-        self.dialled: list[bytes] = []
-        self.is_bus_away = False
-        self.listener = LinkListener(
-            directory,
-            (0, __import__("os").getuid()) if uids is None else uids,
-            on_frame=lambda link, token, frame: self.taken.append((link, token, bytes(frame))),
-            on_end=self.ended.append,
-            on_batch_end=lambda: None,
-            machine=MACHINE,
-        )
-        self.answer: Callable[[bytes, str], LinkHead] = self.listener.offer
-        self.links = DirectLinks(mode, self.inbox, self._publish, self.lost.append, machine=MACHINE)
-        self.tasks = TaskOwner("test")
-
-    def _publish(self, subject: bytes, frame: bytes, reply: bytes) -> None:
-        if self.is_bus_away:
-            raise BusUnavailable("away")
-        self.dialled.append(subject)
-        head, _ = decode_frame(frame)
-        assert isinstance(head, DialHead)
-        answer = encode_frame(self.answer(reply, head.machine))
-        asyncio.get_running_loop().call_soon(self.inbox.receivers[reply[len(INBOX) :]], answer, b"", None)
-
-    async def dial(self) -> DirectLink:
-        """Open a link, and wait until both ends have it."""
-        assert self.links.for_request(REPLICA, SUBJECT, is_large=True) is None, "the first takes the bus"
-        await eventually(lambda: self.links.open_links == self.listener.open_links == 1)
-        link = self.links.get(REPLICA)
-        assert link is not None
-        return link
-
-    @property
-    def other_end(self) -> DirectLink:
-        link = self.listener.link_to(INBOX)
-        assert link is not None
-        return link
 
 
 @pytest.fixture
@@ -119,21 +45,22 @@ def directory():
         yield Path(name) / "direct"
 
 
-@pytest.fixture
-async def world(directory: Path):
-    world = World(directory)
-    await world.listener.start(world.tasks)
-    yield world
-    await world.links.close()
-    await world.listener.close()
-    await world.tasks.close(5)
-    assert names_in(directory) == set()
+def paths_in(directory: Path) -> set[Path]:
+    return {*directory.iterdir()}
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+    """What came before the end, or b"" where the connection was reset."""
+    with contextlib.suppress(ConnectionResetError):
+        return await asyncio.wait_for(reader.read(), 30)
+    return b""
 
 
 def frame_of(size: int, sequence: int = 1) -> tuple[Head, bytes]:
     return BodyHead(sequence, False), random.Random(size).randbytes(size)
 
 
+@with_links
 async def test_frames_of_every_size_arrive_whole_and_in_order_both_ways(world: World) -> None:
     link = await world.dial()
     sizes = [
@@ -191,10 +118,12 @@ async def test_bytes_that_come_in_any_pieces_are_the_same_frames(step: int) -> N
     assert taken == frames
 
 
+@with_links
 async def test_a_frame_that_is_too_large_ends_the_link(world: World) -> None:
     await world.dial()
-    _, writer = await asyncio.open_unix_connection(world.listener._path)
-    writer.write(world.listener.offer(b"_INBOX.other." + b"0" * 16, MACHINE).ticket)
+    ticket = world.listener.offer(b"_INBOX.other." + b"0" * 16, MACHINE).ticket
+    _, writer = await world.connect()
+    writer.write(ticket)
     await eventually(lambda: world.listener.open_links == 2)
     writer.write((FRAME_BYTES_MAX + 1).to_bytes(4, "big") + b"12345678")
     await eventually(lambda: world.listener.open_links == 1)
@@ -202,26 +131,28 @@ async def test_a_frame_that_is_too_large_ends_the_link(world: World) -> None:
     writer.close()
 
 
+@with_links
 async def test_a_small_frame_of_another_request_does_not_wait_behind_bodies(world: World) -> None:
     link = await world.dial()
     world.other_end._transport.pause_reading()  # type: ignore[union-attr] - it is open
-    for number in range(40):
+    for number in range(60):
         link.send(b"upload-1", *frame_of(FRAME_BODY_BYTES_MAX, number))
         link.send(b"upload-2", *frame_of(FRAME_BODY_BYTES_MAX, number))
     await asyncio.sleep(0.01)
     assert link.send(b"noop-000", CancelHead())
     await asyncio.sleep(0.01)
     world.other_end._transport.resume_reading()  # type: ignore[union-attr] - as above
-    await eventually(lambda: len(world.taken) == 81)
+    await eventually(lambda: len(world.taken) == 121)
     tokens = [token for _, token, _ in world.taken]
-    assert tokens.index(b"noop-000") < 20, "what the sockets held went first"
+    assert tokens.index(b"noop-000") < 60, "what the sockets held went first"
     for name in (b"upload-1", b"upload-2"):
         sequences = [decode_frame(frame)[0].sequence for _, token, frame in world.taken if token == name]  # type: ignore[union-attr]
-        assert sequences == list(range(40))
+        assert sequences == list(range(60))
     turns = [token for token in tokens[30:] if token != b"noop-000"]
     assert all(one != two for one, two in itertools.pairwise(turns)), "requests take turns"
 
 
+@with_links
 async def test_frames_of_two_threads_all_arrive_in_the_order_of_each_request(world: World) -> None:
     await world.dial()
     link, lock, number_of_each = world.other_end, threading.Lock(), 3_000
@@ -243,6 +174,7 @@ async def test_frames_of_two_threads_all_arrive_in_the_order_of_each_request(wor
     assert link._added_bytes == link._written_bytes
 
 
+@with_links
 async def test_a_peer_that_does_not_read_ends_the_link(world: World) -> None:
     link = await world.dial()
     world.other_end._transport.pause_reading()  # type: ignore[union-attr] - it is open
@@ -254,6 +186,7 @@ async def test_a_peer_that_does_not_read_ends_the_link(world: World) -> None:
     assert world.lost == [link]
 
 
+@with_links
 async def test_a_link_that_ends_is_forgotten_by_both_ends_and_dialled_again(world: World) -> None:
     for _ in range(3):
         link = await world.dial()
@@ -265,43 +198,47 @@ async def test_a_link_that_ends_is_forgotten_by_both_ends_and_dialled_again(worl
     assert len(world.lost) == len(world.ended) == 3
 
 
+@with_links
 async def test_a_router_that_dials_again_replaces_its_former_link(world: World) -> None:
     await world.dial()
     former = world.other_end
     ticket = world.listener.offer(INBOX + b"f" * 16, MACHINE).ticket
-    _, writer = await asyncio.open_unix_connection(world.listener._path)
+    _, writer = await world.connect()
     writer.write(ticket + (2).to_bytes(4, "big") + b"12345678" + b"\x00\x00")
     await eventually(lambda: not former.is_open and len(world.taken) == 1)
     assert world.listener.open_links == 1
     writer.close()
 
 
+@with_links
 @pytest.mark.parametrize("first", [b"x" * 32, b"", b"\x00" * 31])
 async def test_who_has_no_good_ticket_is_put_out(world: World, first: bytes, monkeypatch) -> None:
-    monkeypatch.setattr(listening, "TICKET_S", 0.05)
-    reader, writer = await asyncio.open_unix_connection(world.listener._path)
+    world.listener.offer(INBOX + b"0" * 16, MACHINE)  # while none is out, TCP lets nobody in
+    monkeypatch.setattr(listening, "TICKET_S", 0.2)
+    reader, writer = await world.connect()
     writer.write(first)
-    assert await asyncio.wait_for(reader.read(), 30) == b""
+    assert await read_to_end(reader) == b""
     writer.close()
     assert world.listener.open_links == 0
 
 
+@with_links
 async def test_a_ticket_is_good_once_and_for_seconds(world: World, monkeypatch) -> None:
     ticket = world.listener.offer(INBOX + b"0" * 16, MACHINE).ticket
-    monkeypatch.setattr(listening, "TICKET_S", -1.0)
+    monkeypatch.setattr(listening, "TICKET_S", 0.1)
     late = world.listener.offer(INBOX + b"1" * 16, MACHINE).ticket
     monkeypatch.undo()
-    readers = []
-    for each in (ticket, ticket, late):
-        reader, writer = await asyncio.open_unix_connection(world.listener._path)
+    world.listener.offer(INBOX + b"2" * 16, MACHINE)  # while none is out, TCP lets nobody in
+    pairs = [await world.connect() for _ in range(3)]
+    await asyncio.sleep(0.15)
+    for (_, writer), each in zip(pairs, (ticket, ticket, late), strict=True):
         writer.write(each)
-        await writer.drain()
-        readers.append((reader, writer))
         await asyncio.sleep(0.02)
-    for reader, _ in readers[1:]:
-        assert await asyncio.wait_for(reader.read(), 30) == b""
+    for reader, _ in pairs[1:]:
+        assert await read_to_end(reader) == b""
+    assert await pairs[0][0].readexactly(12) == (0).to_bytes(4, "big") + ACCEPTED_TOKEN
     assert world.listener.open_links == 1
-    for _, writer in readers:
+    for _, writer in pairs:
         writer.close()
 
 
@@ -309,34 +246,38 @@ async def test_a_process_of_another_user_is_put_out(directory: Path) -> None:
     world = World(directory, uids=(4_000_000,))
     await world.listener.start(world.tasks)
     ticket = world.listener.offer(INBOX + b"0" * 16, MACHINE).ticket
-    reader, writer = await asyncio.open_unix_connection(world.listener._path)
+    reader, writer = await world.connect()
     writer.write(ticket)
-    with contextlib.suppress(ConnectionResetError):  # it was put out before it had written
-        assert await asyncio.wait_for(reader.read(), 30) == b""
+    assert await read_to_end(reader) == b""
     writer.close()
     assert world.listener.open_links == 0
     await world.listener.close()
     await world.tasks.close(5)
 
 
+@with_links
 async def test_tickets_and_connections_without_one_are_bounded(world: World, monkeypatch) -> None:
     offers = [world.listener.offer(INBOX + b"%016x" % number, MACHINE) for number in range(100)]
-    assert sum(bool(offer.path) for offer in offers) == listening.TICKETS_MAX
+    assert sum(bool(offer.ticket) for offer in offers) == listening.TICKETS_MAX
     monkeypatch.setattr(listening, "TICKETS_MAX", 3)
-    pairs = [await asyncio.open_unix_connection(world.listener._path) for _ in range(5)]
-    for reader, _ in pairs[3:]:
-        assert await asyncio.wait_for(reader.read(), 30) == b""
+    pairs = [await world.connect() for _ in range(3)]
+    for _ in range(2):
+        with contextlib.suppress(OSError):  # of the handshake that was cut short
+            reader, writer = await world.connect()
+            assert await read_to_end(reader) == b""
+            writer.close()
     assert len(world.listener._unknown) == 3
     for _, writer in pairs:
         writer.close()
 
 
+@with_links
 async def test_beyond_the_limit_the_link_that_is_idle_longest_ends(world: World, monkeypatch) -> None:
     monkeypatch.setattr(listening, "LINKS_MAX", 3)
     writers = []
     for number in range(4):
         ticket = world.listener.offer(b"_INBOX.r%d." % number + b"0" * 16, MACHINE).ticket
-        _, writer = await asyncio.open_unix_connection(world.listener._path)
+        _, writer = await world.connect()
         writer.write(ticket)
         await eventually(lambda number=number: world.listener.link_to(b"_INBOX.r%d." % number) is not None)
         writers.append(writer)
@@ -346,6 +287,7 @@ async def test_beyond_the_limit_the_link_that_is_idle_longest_ends(world: World,
         writer.close()
 
 
+@with_links
 @pytest.mark.parametrize(
     "reply",
     [
@@ -361,6 +303,7 @@ async def test_only_inboxes_with_tokens_are_offered_a_way(world: World, reply: b
     assert world.listener.offer(reply, MACHINE) == LinkHead()
 
 
+@with_links
 async def test_another_machine_is_offered_no_way_and_is_not_asked_again_soon(world: World) -> None:
     world.answer = lambda reply, _machine: world.listener.offer(reply, "another")
     for _ in range(3):
@@ -374,6 +317,7 @@ async def test_another_machine_is_offered_no_way_and_is_not_asked_again_soon(wor
     assert world.inbox.receivers == {}
 
 
+@with_links
 async def test_what_is_small_takes_the_bus_unless_all_is_direct(world: World) -> None:
     for _ in range(2 * BUSY_REQUESTS):
         assert world.links.for_request(REPLICA, SUBJECT, is_large=False) is None
@@ -393,6 +337,7 @@ async def test_what_is_small_takes_the_bus_unless_all_is_direct(world: World) ->
         await links.close()
 
 
+@with_links
 async def test_links_that_are_idle_end(world: World, monkeypatch) -> None:
     await world.dial()
     world.links.sweep()
@@ -403,8 +348,9 @@ async def test_links_that_are_idle_end(world: World, monkeypatch) -> None:
     await eventually(lambda: world.listener.open_links == 0)
 
 
-async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_not(world: World) -> None:
-    directory = world.listener._path.parent
+async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_not(directory: Path) -> None:
+    world = World(directory)
+    await world.listener.start(world.tasks)
     other = directory / "a file"
     other.write_text("")
     dead = [directory / f"dead{number}" for number in range(3)]
@@ -415,9 +361,9 @@ async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_no
         os.utime(path, (1, 1))
     second = World(directory)
     await second.listener.start(second.tasks)
-    assert {*directory.iterdir()} == {dead[2], other, world.listener._path, second.listener._path}
-    await second.listener.close()
-    await second.tasks.close(5)
+    assert paths_in(directory) == {dead[2], other, world.listener._path, second.listener._path}
+    await second.close()
+    await world.close()
     dead[2].unlink()
     other.unlink()
 

@@ -88,11 +88,39 @@ def test_the_bus_settings_of_a_role() -> None:
         ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_KEYS_FILE": "/absent"}, "MUSTER_NATS_KEYS_FILE"),
         ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_KEYS_FILE": __file__}, "MUSTER_NATS_KEYS_FILE"),
         ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_PASSWORD_FILE": "/absent"}, "MUSTER_NATS_PASSWORD_FILE"),
+        ({"MUSTER_DIRECT": "some"}, "MUSTER_DIRECT"),
+        ({"MUSTER_DIRECT_HOST": "replica-host"}, "MUSTER_DIRECT_HOST"),
+        ({"MUSTER_DIRECT_HOST": "10.0.0.1:5"}, "MUSTER_DIRECT_HOST"),
+        ({"MUSTER_DIRECT_PORTS": "x"}, "MUSTER_DIRECT_PORTS"),
+        ({"MUSTER_DIRECT_PORTS": "30000-29999"}, "MUSTER_DIRECT_PORTS"),
+        ({"MUSTER_DIRECT_PORTS": "0-5"}, "MUSTER_DIRECT_PORTS"),
+        ({"MUSTER_DIRECT_PORTS": "65536"}, "MUSTER_DIRECT_PORTS"),
+        ({"MUSTER_DIRECT_ADVERTISE": "a b"}, "MUSTER_DIRECT_ADVERTISE"),
+        ({"MUSTER_DIRECT_ADVERTISE": "a" * 256}, "MUSTER_DIRECT_ADVERTISE"),
     ],
 )
 def test_bad_bus_settings_name_their_variable(variables: dict[str, str], field: str) -> None:
     environment = Environment({"MUSTER_NATS_PASSWORD": "x", **variables})
     assert refused(read_bus_settings, environment, Role.PROXY).field == field
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ("", (0, 0), "")),
+        ({"HOST": "0.0.0.0"}, ("0.0.0.0", (0, 0), "")),
+        ({"HOST": "::", "PORTS": "30000-30999"}, ("::", (30_000, 30_999), "")),
+        (
+            {"HOST": "10.0.0.1", "PORTS": "7000", "ADVERTISE": "a.example"},
+            ("10.0.0.1", (7_000, 7_000), "a.example"),
+        ),
+        ({"HOST": "10.0.0.1", "ADVERTISE": "fd00::7"}, ("10.0.0.1", (0, 0), "fd00::7")),
+    ],
+)
+def test_where_direct_links_are_accepted(variables: dict[str, str], expected: tuple[object, ...]) -> None:
+    direct = {f"MUSTER_DIRECT_{name}": value for name, value in variables.items()}
+    settings = read_bus_settings(Environment({"MUSTER_NATS_PASSWORD": "x", **direct}), Role.REPLICA)
+    assert (settings.direct_host, settings.direct_ports, settings.direct_advertise) == expected
 
 
 def test_the_controllers_settings_show_no_secret() -> None:

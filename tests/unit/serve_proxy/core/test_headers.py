@@ -225,7 +225,7 @@ def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
 
 
 class Links:
-    open_links, opened, failed, lost = 2, 5, 1, 3
+    open_links, open_tcp_links, opened, failed, lost = 3, 1, 5, 1, 3
 
     def count_frames(self) -> tuple[int, int]:
         return 40, 50
@@ -279,7 +279,8 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
     )
     shown = generate_latest(registry).decode()
     for line in (
-        "serve_proxy_direct_links 2.0",
+        'serve_proxy_direct_links{transport="unix"} 2.0',
+        'serve_proxy_direct_links{transport="tcp"} 1.0',
         'serve_proxy_direct_dials_total{outcome="lost"} 3.0',
         'serve_proxy_direct_frames_total{direction="received"} 50.0',
         'serve_proxy_requests_total{code="200",endpoint_tag="d/a",method="GET"} 1.0',

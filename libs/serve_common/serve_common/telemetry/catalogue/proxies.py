@@ -148,8 +148,9 @@ APPLIED_SNAPSHOT_ID: Final = MetricSpec(
 DIRECT_LINKS: Final = MetricSpec(
     name="serve_proxy_direct_links",
     kind=MetricKind.GAUGE,
-    text="Open direct links to replicas.",
+    text="Open direct links to replicas, by transport: on the proxy's machine, and between machines.",
     unit="links",
+    labels=("transport",),
     exporters=_HERE,
 )
 DIRECT_DIALS: Final = MetricSpec(

@@ -92,6 +92,10 @@ LABELS: Final = {
         meaning="The NATS server: host and port of its address in `MUSTER_NATS_MONITOR_URL`.",
         bound="Those that are named there, 16 at most.",
     ),
+    "transport": LabelSpec(
+        meaning="Of a direct link: `unix` on the proxy's machine, `tcp` (with TLS) to another one.",
+        bound="These two.",
+    ),
     "proxy_id": LabelSpec(
         meaning="The proxy, as `muster status` names it.", bound="One for each proxy process."
     ),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
@@ -15,11 +16,13 @@ import structlog
 
 from serve_common.direct.link import DirectLink
 from serve_common.direct.listening import LinkListener
+from serve_common.direct.tcp import TcpEndpoint, is_wildcard
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.link import Link
 from serve_common.nats.options import PayloadTooLarge
 from serve_common.nats.outbox import SharedSocket
 from serve_common.nats.protocol import CRLF, Subscription, encode_pub, encode_pub_line
+from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import Mailbox
 from serve_common.telemetry.log_lines import RateLimitedLogger
@@ -262,6 +265,8 @@ class ReplicaIO:
             streams_bodies=code.streams_bodies,
         )
         self._listener: LinkListener | None = None
+        self._local_host = ""
+        """This process' address in its newest connection to NATS."""
         io_queue: Mailbox[IoEvent] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
         self._direct = DirectResponses(
             connection, io_queue.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
@@ -298,11 +303,15 @@ class ReplicaIO:
     def max_concurrent_queries(self, count: int) -> None:
         self._protocol.max_concurrent_queries = count
 
-    async def accept_links(self, directory: Path, uids: Collection[int], tasks: TaskOwner) -> None:
-        """Accept direct links of routers from now on, at a socket in ``directory``. Raises OSError."""
+    async def accept_links(self, bus: BusSettings, tasks: TaskOwner) -> None:
+        """Accept direct links of routers from now on, as ``bus`` says; what cannot be made is logged."""
+        host, advertised = bus.direct_host, bus.direct_advertise
+        if not advertised and host and not is_wildcard(host):
+            advertised = host
         listener = LinkListener(
-            directory,
-            uids,
+            Path(bus.direct_dir) if bus.direct_dir else None,
+            {os.getuid(), *bus.direct_uids},
+            tcp=TcpEndpoint(host, bus.direct_ports, lambda: advertised or self._local_host) if host else None,
             on_frame=self._take_link_frame,
             on_end=self._link_ended,
             on_batch_end=self._user_queue.wake,
@@ -383,6 +392,7 @@ class ReplicaIO:
             self._frames.flush()
 
     def _on_connected(self) -> None:
+        self._local_host = self._connection.local_host
         with self._lock:
             self._protocol.bus_joined()
 
