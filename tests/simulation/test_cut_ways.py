@@ -80,6 +80,7 @@ class Link:
         self.is_open = True
         self.out: Way
         self.last_used_at = 0.0
+        self.pending_bytes = 0
 
     def send(self, token: bytes, head: Any, body: bytes | memoryview = b"") -> bool:
         return self.send_frame(token, encode_frame(head, body))

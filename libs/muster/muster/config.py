@@ -302,7 +302,7 @@ class HTTPOptions(BaseModel):
     root_url: str = ""
     """Has no meaning here."""
     root_path: str = ""
-    """Refused here unless empty: mount the application under its ``route_prefix``."""
+    """Refused by `start` unless empty: mount the application under its ``route_prefix``."""
     request_timeout_s: float | None = None
     """Seconds from a request to the beginning of its response; None leaves the stack's limit."""
     keep_alive_timeout_s: int = 90
@@ -347,8 +347,6 @@ class HTTPOptions(BaseModel):
             raise ValueError(
                 "ssl_ca_certs is not supported: let a load balancer in front of Muster check clients' certificates."
             )
-        if self.root_path:
-            raise ValueError("root_path is not supported: give the application a route_prefix instead.")
         return self
 
 

@@ -44,6 +44,7 @@ class RunOrder(msgspec.Struct, kw_only=True):
     max_concurrent_queries: int = 100
     request_timeout_s: float = 30.0
     body_bytes_max: int = 10 * 1024 * 1024
+    body_rate_min: int = HttpOptions().body_rate_min
     direct: DirectMode = DirectMode.BODIES
     direct_dir: str = ""
     """Of the sockets of direct links; empty: there are none."""
@@ -68,7 +69,11 @@ def proxy_settings(url: str, proxy_id: str, order: RunOrder) -> ProxySettings:
         operations=OperationsSettings(host="127.0.0.1", port=0),
         http_host="127.0.0.1",
         http_port=0,
-        http=HttpOptions(request_timeout_s=order.request_timeout_s, body_bytes_max=order.body_bytes_max),
+        http=HttpOptions(
+            request_timeout_s=order.request_timeout_s,
+            body_bytes_max=order.body_bytes_max,
+            body_rate_min=order.body_rate_min,
+        ),
         drain_timeout_s=2.0,
         bus_wait_s=5.0,
         tracing=read_tracing_settings(os.environ),

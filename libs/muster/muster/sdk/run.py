@@ -333,8 +333,10 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
 def _located(
     options: dict[str, Any] | HTTPOptions | None, location: ProxyLocation | None
 ) -> HTTPOptions | None:
-    """The options as an object; without HTTP where ``location`` says so."""
+    """The options as an object; without HTTP where ``location`` says so. Raises ValueError for a ``root_path``."""
     http = HTTPOptions(**options) if isinstance(options, dict) else options
+    if http is not None and http.root_path:
+        raise ValueError("root_path is not supported: give the application a route_prefix instead.")
     if location is ProxyLocation.Disabled:
         http = (http or HTTPOptions()).model_copy(update={"location": location})
     return http

@@ -126,6 +126,11 @@ class DirectLink(asyncio.BufferedProtocol):
         """True while frames can be sent."""
         return not self._is_ended and self._transport is not None
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of frames that the transport was not given yet; on any thread."""
+        return self._added_bytes - self._written_bytes
+
     # -- what asyncio calls --
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

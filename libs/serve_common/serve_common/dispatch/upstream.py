@@ -65,7 +65,7 @@ _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 _SUBJECTS_CACHED_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
 _AGE_S_MIN: Final = 0.001
-"""Of a request that was sent in this very iteration of the loop: a `ProbeHead` with 0 tells no age."""
+"""Age of a request that was sent within the same millisecond, the unit of uvloop's clock; 0 in a `ProbeHead` is unknown."""
 
 
 @final

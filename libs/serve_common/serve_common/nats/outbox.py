@@ -53,6 +53,11 @@ class SharedSocket:
         """What the loop's thread has yet to give to the transport."""
         self._rest_bytes = 0
 
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes that the transport was not given yet; on any thread."""
+        return self._rest_bytes
+
     def reader(self) -> socket.socket:
         """The same connection for another thread to read from, which closes what it gets."""
         return socket.socket(fileno=os.dup(self._descriptor))
@@ -180,7 +185,8 @@ class Outbox:
     def pending_bytes(self) -> int:
         """Bytes written here that the operating system has not taken yet."""
         assert self.transport is not None
-        return self._batch_bytes + self.transport.get_write_buffer_size()
+        rest_bytes = 0 if self.shared is None else self.shared.rest_bytes
+        return self._batch_bytes + rest_bytes + self.transport.get_write_buffer_size()
 
     def publish(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         """Put a message into this iteration's batch. Errors as for `BusConnection.publish`."""

@@ -77,13 +77,16 @@ class ReplicaProtocol:
         self,
         *,
         publish: Publish,
+        pending_bytes: Callable[[], int] = lambda: 0,
         user_queue: Callable[[UserEvent], object],
         now: Callable[[], float],
         metrics: RequestMetrics,
         max_concurrent_queries: int,
         streams_bodies: bool = False,
     ) -> None:
-        """``now`` is `time.monotonic`; ``streams_bodies``: HTTP handlers may start before a body is complete."""
+        """``pending_bytes`` is what was published and the server has yet to take. ``now`` is `time.monotonic`;
+        ``streams_bodies``: HTTP handlers may start before a body is complete.
+        """
         self.max_concurrent_queries = max_concurrent_queries
         self.is_draining = False
         self._user_queue = user_queue
@@ -92,7 +95,7 @@ class ReplicaProtocol:
         self._slots = Slots(now, metrics, self._start_waiting)
         self._waiting = self._slots.waiting
         self._exchanges = self._slots.active
-        self._frames = FrameSender(publish, now)
+        self._frames = FrameSender(publish, now, pending_bytes)
         self._links = self._frames.links
         self._slots.on_left = self._forget_link
         self.offer_link: Callable[[bytes, str], LinkHead] = lambda _reply, _machine: LinkHead()
@@ -247,7 +250,7 @@ class ReplicaProtocol:
                 if exchange.last_frame:  # it was answered, and the unwanted work goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
                     return
-                self._responses.answer_probe(exchange, head)
+                self._responses.respond_to_probe(exchange, head)
             case _:
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
@@ -259,7 +262,7 @@ class ReplicaProtocol:
             case CreditHead(frames, _, limit):
                 self._responses.allow(exchange, frames, limit)
             case ProbeHead():
-                self._responses.answer_probe(exchange, head)
+                self._responses.respond_to_probe(exchange, head)
             case _:
                 pass  # it has ended
         if type(head) is CancelHead or exchange.outgoing is None or exchange.outgoing.is_acknowledged:
@@ -375,6 +378,10 @@ class ReplicaProtocol:
                 self._responses.close_socket(exchange, SERVICE_RESTART, CLOSE_REASON)
         if not self._is_disconnected:
             self._slots.forget_old(now)
+
+    def send_waiting(self) -> None:
+        """Go on with streams that waited for their way; called every few milliseconds while any are in flight."""
+        self._responses.send_waiting()
 
     @staticmethod
     def _is_late(exchange: ReplicaRequest, now: float) -> bool:

@@ -62,6 +62,11 @@ class FrameBatch:
         self._bytes = 0
         self._lost_frames = RateLimitedLogger(_log.warning)
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait for the server to take them."""
+        return self._bytes + self._connection.pending_bytes
+
     def publish(self, subject: bytes, frame: bytes) -> None:
         """Send ``frame`` with the next `flush`; scheduled on the bus loop, on other threads the caller flushes.
 
@@ -258,6 +263,7 @@ class ReplicaIO:
         self._reader = NatsReader(self._user_queue, self._frames, self._lock, self._process_user_items)
         self._protocol = ReplicaProtocol(
             publish=self._frames.publish,
+            pending_bytes=lambda: self._frames.pending_bytes,
             user_queue=self._put_for_user,
             now=time.monotonic,
             metrics=metrics,
@@ -412,3 +418,5 @@ class ReplicaIO:
         while True:
             await asyncio.sleep(GUARD_S if self._protocol.in_flight else SWEEP_S)
             self._reader.read_unread()
+            with self._lock:
+                self._protocol.send_waiting()

@@ -57,6 +57,9 @@ STATUS_SWITCHING: Final = 101
 """Status of an accepted WebSocket."""
 
 
+WAY_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Bytes that wait on a way above which streams send nothing more: the windows of many would together exceed what a link
+or a connection takes, and then all would be lost."""
 Publish = Callable[[bytes, bytes], None]
 """Publishes (subject, frame). Raises as `BusConnection.publish`."""
 
@@ -68,9 +71,12 @@ class FrameSender:
     Why a response may be lost: its router probes for the request, and gets the response again (`RecentReplies`).
     """
 
-    def __init__(self, publish: Publish, now: Callable[[], float]) -> None:
-        """``now`` is `time.monotonic` or a fake."""
+    def __init__(
+        self, publish: Publish, now: Callable[[], float], pending_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
+        """``now`` is `time.monotonic` or a fake; ``pending_bytes`` is what waits to be sent over the bus."""
         self.publish = publish
+        self._pending_bytes = pending_bytes
         self.links: Final[dict[bytes, DirectLink]] = {}
         """The direct links that responses take, by reply subject; all others take the bus."""
         self.link_to: Callable[[bytes], DirectLink | None] = lambda _inbox: None
@@ -92,6 +98,12 @@ class FrameSender:
         link = self.links.get(reply) if self.links else None
         if link is None or not link.send(link_token(reply), head, body):
             self.send(reply, head, body)
+
+    def has_capacity(self, reply: bytes) -> bool:
+        """False while too much waits on the way of this response for a stream to add to it."""
+        link = self.links.get(reply) if self.links else None
+        waiting = self._pending_bytes() if link is None else link.pending_bytes
+        return waiting < WAY_BYTES_MAX
 
     def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
         """Send an encoded frame. Raises as `send`."""
@@ -129,6 +141,8 @@ class ResponseFrames:
         self._frames = frames
         self._user_queue = user_queue
         self._retained = RetainedBytes()
+        self._waiting: dict[bytes, ReplicaRequest] = {}
+        """Streams that wait for room on their way, in turn."""
 
     def take(self, outcome: IoEvent) -> None:
         """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
@@ -229,7 +243,9 @@ class ResponseFrames:
                 exchange.has_response_started = True
             return
         pieces = BodyPieces(self._retained)
-        self._drain(exchange, pieces)
+        self._frames.find_link(exchange.reply)
+        if self._frames.has_capacity(exchange.reply):  # else the head goes alone
+            self._drain(exchange, pieces)
         self._start_response(exchange, status, headers, OutgoingStream(pieces, WINDOW_FRAMES))
 
     def _start_response(
@@ -262,7 +278,7 @@ class ResponseFrames:
             exchange.outgoing.allow(frames, limit)
             self._pump(exchange)
 
-    def answer_probe(self, exchange: ReplicaRequest, probe: ProbeHead) -> None:
+    def respond_to_probe(self, exchange: ReplicaRequest, probe: ProbeHead) -> None:
         """Say how far both directions are, take the credit, and send again what the router has lost."""
         incoming, outgoing = exchange.incoming, exchange.outgoing
         progress = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
@@ -314,7 +330,13 @@ class ResponseFrames:
         if isinstance(source, BodyPieces) and outgoing.has_credit and exchange.phase is Phase.WORKING:
             self._drain(exchange, source)
         sent_bytes = 0
-        while (frame := outgoing.next_frame()) is not None:
+        while True:
+            if not self._frames.has_capacity(exchange.reply):
+                self._waiting[exchange.reply] = exchange
+                break
+            frame = outgoing.next_frame()
+            if frame is None:
+                break
             head, body = frame
             self._frames.post(exchange.reply, head, body)
             sent_bytes += len(body)
@@ -325,6 +347,13 @@ class ResponseFrames:
                 self._slots.release(exchange, exchange.response_status)
         elif sent_bytes:
             self._notify_sent(exchange, sent_bytes)
+
+    def send_waiting(self) -> None:
+        """Let those that wait go on, as far as there is room."""
+        for reply, exchange in list(self._waiting.items()):
+            if self._frames.has_capacity(reply):
+                del self._waiting[reply]
+                self._pump(exchange)
 
     def _notify_sent(self, exchange: ReplicaRequest, sent_bytes: int) -> None:
         """Notify the writer of sent bytes, if it waits for that."""
