@@ -65,7 +65,7 @@ _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 _SUBJECTS_CACHED_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
 _AGE_S_MIN: Final = 0.001
-"""Age of a request that was sent within the same millisecond, the unit of uvloop's clock; 0 in a `ProbeHead` is unknown."""
+"""Least age in a probe: uvloop's clock counts milliseconds, and 0 in a `ProbeHead` is unknown."""
 
 
 @final

@@ -285,6 +285,7 @@ async def test_a_handler_may_return_a_file(tmp_path: Path) -> None:
     answer = await rig.call()
 
     assert (answer.body, answer.headers[b"content-type"]) == (b"file", b"text/plain; charset=utf-8")
+    await rig.idle()  # it closes the file after its last part
     rig.code.discard()
 
 
