@@ -77,6 +77,8 @@ def echo(stack: Stack, body: bytes, *, is_repeatable: bool = False) -> str:
     try:
         with urllib.request.urlopen(request, timeout=90) as response:
             answer = response.read()
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read()[:300]!r}"
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return "right" if hashlib.sha256(answer).digest() == hashlib.sha256(body).digest() else "wrong"

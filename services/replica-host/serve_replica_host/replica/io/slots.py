@@ -72,11 +72,15 @@ class IdleSockets:
         return quiet
 
 
-RETENTION_MIN_S: Final = 5.0
-"""Minimum seconds for which replies are kept, within the limits; longer than a reconnect and the probe after it."""
-GENERATION_MAX: Final = 5_000
+RETENTION_MIN_S: Final = 8.0
+"""Minimum seconds for which replies are kept, within the limits: longer than a reconnect and the probe after it, and
+than a link needs to notice that its other end is silent (5 s)."""
+GENERATION_MAX: Final = 10_000
 """Maximum requests of a generation."""
-GENERATION_BYTES_MAX: Final = 4 * 1024 * 1024
+SMALL_BYTES_MAX: Final = 512
+"""Maximum size of a response that a generation holds."""
+LARGER_BYTES_MAX: Final = 8 * 1024 * 1024
+"""Maximum bytes of the larger ones together; the oldest are dropped, and only their ends stay recorded."""
 RESPONSE_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX + 8 * 1024
 """Maximum size of a kept response; of larger ones only the end is recorded."""
 UNACKNOWLEDGED_MAX: Final = 1_000
@@ -92,17 +96,19 @@ class RecentReplies:
     error.
 
     Why two generations and no time for each entry: this is part of every request's cost. The elder generation is
-    dropped as a whole when the younger is old enough, or full; how far back the record is complete stays known.
+    dropped as a whole when the younger is old enough, or full; how far back the record is complete stays known. Larger
+    responses are held apart, as their bytes would fill a generation within a moment.
     """
 
-    __slots__ = ("_bytes", "_elder", "_forgotten_at", "_since", "_younger", "last_at")
+    __slots__ = ("_elder", "_forgotten_at", "_larger", "_larger_bytes", "_since", "_younger", "last_at")
 
     def __init__(self) -> None:
         self.last_at = float("-inf")
         """When the last request ended."""
         self._younger: dict[bytes, bytes] = {}
         self._elder: dict[bytes, bytes] = {}
-        self._bytes = 0
+        self._larger: dict[bytes, bytes] = {}
+        self._larger_bytes = 0
         self._since = float("-inf")
         """When the younger generation was started."""
         self._forgotten_at = float("-inf")
@@ -115,22 +121,17 @@ class RecentReplies:
     def add(self, reply: bytes, response: bytes, now: float) -> None:
         """Record that the request of ``reply`` has ended or never starts; ``response`` is its single frame, if any."""
         younger = self._younger
-        if (
-            now - self._since > RETENTION_MIN_S
-            or len(younger) >= GENERATION_MAX
-            or self._bytes > GENERATION_BYTES_MAX
-        ):
+        if now - self._since > RETENTION_MIN_S or len(younger) >= GENERATION_MAX:
             younger = self._start_generation(now)
-        size_bytes = len(response)
-        if size_bytes > RESPONSE_BYTES_MAX:
-            response, size_bytes = b"", 0
+        if len(response) > SMALL_BYTES_MAX:
+            self._hold_larger(reply, response)
+            response = b""
         younger[reply] = response
-        self._bytes += size_bytes
         self.last_at = now
 
     def response(self, reply: bytes) -> bytes:
         """The response frame of an ended request; empty when it is not kept."""
-        return self._younger.get(reply) or self._elder.get(reply, b"")
+        return self._younger.get(reply) or self._elder.get(reply) or self._larger.get(reply, b"")
 
     def covers(self, since: float) -> bool:
         """True when all requests that ended after ``since`` are recorded."""
@@ -140,9 +141,16 @@ class RecentReplies:
         if self._elder:
             self._forgotten_at = self._since
         self._elder, self._younger = self._younger, {}
-        self._bytes = 0
         self._since = now
         return self._younger
+
+    def _hold_larger(self, reply: bytes, response: bytes) -> None:
+        if len(response) > RESPONSE_BYTES_MAX:
+            return
+        self._larger_bytes += len(response) - len(self._larger.pop(reply, b""))
+        self._larger[reply] = response
+        while self._larger_bytes > LARGER_BYTES_MAX:
+            self._larger_bytes -= len(self._larger.pop(next(iter(self._larger))))
 
 
 WAITING_MAX: Final = 1_000

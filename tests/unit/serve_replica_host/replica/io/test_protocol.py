@@ -223,7 +223,7 @@ async def test_what_a_router_does_not_ask_for_is_held_for_seconds_and_within_bou
     desk.side.bus_joined()
     desk.hear(ProbeHead(60.0, 1, has_lost=True))
     assert desk.heads[-1] == BodyHead(1, True)
-    desk.now += 6.0
+    desk.now += 9.0
     desk.side.sweep()
     desk.sent.clear()
     desk.hear(ProbeHead(66.0, 1))

@@ -217,9 +217,18 @@ def test_a_long_answer_is_not_kept_but_its_end_is() -> None:
     assert recent.response(b"a") == b""
 
 
-def test_number_and_bytes_are_bounded_and_what_falls_out_is_no_longer_covered(monkeypatch) -> None:
+def test_many_long_answers_leave_the_record_of_what_ended_complete(monkeypatch) -> None:
+    monkeypatch.setattr(recent_replies, "LARGER_BYTES_MAX", 10_000)
+    recent = RecentReplies()
+    for at in range(100):
+        recent.add(b"%d" % at, b"x" * 1_000, 100.0 + at / 100)
+    assert [bool(recent.response(b"%d" % at)) for at in (0, 89, 90, 99)] == [False, False, True, True]
+    assert all(b"%d" % at in recent for at in range(100))
+    assert recent.covers(99.0)
+
+
+def test_the_number_is_bounded_and_what_falls_out_is_no_longer_covered(monkeypatch) -> None:
     monkeypatch.setattr(recent_replies, "GENERATION_MAX", 2)
-    monkeypatch.setattr(recent_replies, "GENERATION_BYTES_MAX", 10)
     recent = RecentReplies()
     for at, name in enumerate((b"a", b"b", b"c", b"d", b"e")):
         recent.add(name, b"1", 100.0 + at)
