@@ -147,12 +147,10 @@ def test_large_bodies_take_tls_between_containers_without_a_common_directory(apa
     assert metric(apart, 'serve_proxy_direct_frames_total{direction="sent"}') - before >= 4_000_000 / 131_072
 
 
-def test_a_network_of_links_that_is_cut_and_comes_back_fails_no_request_that_may_be_repeated(
-    apart: Stack,
-) -> None:
+def test_a_network_of_links_that_is_cut_and_comes_back_fails_no_request(apart: Stack) -> None:
     apart.wait_until(lambda: tcp_links(apart) == 2, "the proxy has a link to each replica")
     lost = metric(apart, 'serve_proxy_direct_dials_total{outcome="lost"}')
-    with under_load(apart, is_repeatable=True) as outcomes:
+    with under_load(apart) as outcomes:
         with cut_off(apart, "proxy", "links"):
             time.sleep(CUT_S)
             in_the_cut = outcomes["right"]
@@ -164,9 +162,9 @@ def test_a_network_of_links_that_is_cut_and_comes_back_fails_no_request_that_may
     apart.wait_until(lambda: tcp_links(apart) == 2, "the proxy has both links again")
 
 
-def test_a_machine_that_is_cut_off_for_seconds_fails_no_request_that_may_be_repeated(apart: Stack) -> None:
+def test_a_machine_that_is_cut_off_for_seconds_fails_no_request(apart: Stack) -> None:
     apart.wait_until(lambda: tcp_links(apart) == 2, "the proxy has a link to each replica")
-    with under_load(apart, is_repeatable=True) as outcomes:
+    with under_load(apart) as outcomes:
         with cut_off(apart, "replica-host-2", "replicas", "links"):
             time.sleep(MACHINE_CUT_S)
         time.sleep(2)

@@ -16,7 +16,7 @@ from opentelemetry.context import get_current
 from muster.sdk.absent import absent
 from serve_common.errors import PermanentError
 from serve_common.names import BackendTag, DeploymentID
-from serve_common.protocol.reports import ReplicaRank
+from serve_common.protocol.reports import ReplicaGoal, ReplicaRank
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 
 __all__ = [
@@ -65,6 +65,17 @@ class ReplicaID(str):
         return self.rpartition("#")[2]
 
 
+class ReplicaDeploymentConfig(msgspec.Struct, frozen=True):
+    """What a replica knows of its deployment's options, by Ray Serve's names; times are seconds."""
+
+    num_replicas: int
+    max_ongoing_requests: int
+    user_config: Any
+    graceful_shutdown_timeout_s: float
+    health_check_period_s: float
+    health_check_timeout_s: float
+
+
 class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that the code runs in."""
 
@@ -93,6 +104,9 @@ class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
     gang_context: None = None
     """There are no gangs."""
 
+    _deployment_config: ReplicaDeploymentConfig | None = None
+    """Ray Serve's name, which programs read; None outside of stacks."""
+
 
 _FIRST_RANK: Final = ReplicaRank(rank=0, node_rank=0, local_rank=0)
 
@@ -116,6 +130,18 @@ def get_replica_context() -> ReplicaContext:
         servable_object=replica.servable_object,
         rank=replica.rank or _FIRST_RANK,
         world_size=max(1, replica.world_size),
+        _deployment_config=None if replica.goal is None else _deployment_config(replica.goal),
+    )
+
+
+def _deployment_config(goal: ReplicaGoal) -> ReplicaDeploymentConfig:
+    return ReplicaDeploymentConfig(
+        max(1, goal.world_size),
+        goal.max_concurrent_queries,
+        goal.user_config,
+        goal.graceful_shutdown_timeout_s,
+        goal.health_check_period_s,
+        goal.health_check_timeout_s,
     )
 
 

@@ -10,7 +10,9 @@ import pytest
 
 import muster as serve
 from muster.schema import ReplicaRank
+from serve_common.config.backend import ReplicaConfig
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.request_context import CurrentReplica, set_replica_context
 from serve_common.runtime.settings import BusSettings
 
@@ -69,6 +71,25 @@ def test_the_replica_is_known_in_a_replica_only() -> None:
         context.rank, context.world_size = ReplicaRank(rank=4, node_rank=1, local_rank=2), 5
         assert serve.get_replica_context().rank is context.rank
         assert serve.get_replica_context().world_size == 5
+        assert found._deployment_config is None
+        context.goal = ReplicaGoal(
+            replica_tag=context.replica_tag,
+            backend_tag=context.backend_tag,
+            replica_config=ReplicaConfig(import_path="a:b"),
+            config_version=1,
+            user_config={"k": 1},
+            max_concurrent_queries=7,
+            graceful_shutdown_timeout_s=3,
+            health_check_period_s=4,
+            health_check_timeout_s=5,
+            start_timeout_s=6,
+            world_size=2,
+        )
+        config = serve.get_replica_context()._deployment_config
+        assert config is not None
+        assert (config.num_replicas, config.max_ongoing_requests, config.user_config) == (2, 7, {"k": 1})
+        assert config.graceful_shutdown_timeout_s == 3
+        assert (config.health_check_period_s, config.health_check_timeout_s) == (4, 5)
         context.backend_tag = BackendTag("bare")
         found = serve.get_replica_context()
         assert (found.app_name, found.deployment) == ("", "bare")

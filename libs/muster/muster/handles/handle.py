@@ -76,6 +76,7 @@ class DeploymentHandle(Generic[T]):
         ``post`` takes calls instead of the process' router, in local testing mode.
         """
         self._post = post
+        self._has_started = False
         self._deployment_name = deployment_name
         self._app_name = app_name
         self._options = options
@@ -105,12 +106,18 @@ class DeploymentHandle(Generic[T]):
     def _init(
         self, *, _prefer_local_routing: bool = False, _run_router_in_separate_loop: bool = True
     ) -> None:
-        """Start the router now instead of with the first call. It runs on a thread of its own in any case."""
+        """Start the router now instead of with the first call. It runs on a thread of its own in any case.
+
+        Raises RuntimeError for a handle that was initialized or has called already.
+        """
+        if self._has_started:
+            raise RuntimeError("Handle has already been initialized.")
         if not _run_router_in_separate_loop:
             raise BadField(
                 "_run_router_in_separate_loop", "must be true: one router serves the whole process"
             )
         _warn_of_locality(_prefer_local_routing)
+        self._has_started = True
         if self._post is None:
             runtime()
 
@@ -131,6 +138,7 @@ class DeploymentHandle(Generic[T]):
         stack is found.
         """
         options = self._options
+        self._has_started = True
         now = time.monotonic()
         unix_now = 0.0 if options.absolute_slo_ms is None else _clock.now()
         context = request_context.get()

@@ -11,7 +11,7 @@ import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import Login
-from serve_common.protocol.reports import ReplicaRank
+from serve_common.protocol.reports import ReplicaGoal, ReplicaRank
 from serve_common.runtime.settings import BusSettings
 from serve_common.telemetry.trace_context import parse_trace_id
 
@@ -105,6 +105,8 @@ class CurrentReplica(msgspec.Struct, kw_only=True):
     rank: ReplicaRank | None = None
     """As in `ReplicaGoal`, and `world_size` too; a reconfigure may renew both."""
     world_size: int = 0
+    goal: ReplicaGoal | None = None
+    """What the host was last told of it, with the configuration that it runs with; None in tests."""
     servable_object: object = None
     """The user's constructed object; None until the constructor has returned."""
     publish_models: Callable[[Sequence[str]], None] | None = None

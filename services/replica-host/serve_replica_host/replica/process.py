@@ -141,6 +141,7 @@ class ReplicaProcess:
             is_program=bool(goal.replica_config.code),
             rank=goal.rank,
             world_size=goal.world_size,
+            goal=goal,
             publish_models=self._publish_models,
         )
         set_replica_context(context)
@@ -186,6 +187,7 @@ class ReplicaProcess:
             context.code_version = goal.code_version
             context.may_call = goal.may_call
             context.peer_versions = dict(goal.peer_versions)
+            context.goal = goal
         return None
 
     @staticmethod

@@ -229,6 +229,8 @@ def test_a_handle_is_initialized_once_the_process_has_a_router(monkeypatch: pyte
     assert not started
     handle._init()
     assert started
+    with pytest.raises(RuntimeError, match="already been initialized"):
+        handle._init()
     monkeypatch.setattr(handle_module, "is_running", lambda: True)
     assert handle.is_initialized
 
