@@ -15,6 +15,7 @@ import structlog
 import uvloop
 
 from serve_common.errors import BadField
+from serve_common.runtime.heap import keep_freed_memory
 from serve_common.runtime.operations import OperationsServer, advertised_for_children
 from serve_common.runtime.settings import Environment
 from serve_common.runtime.tasks import TaskOwner
@@ -145,6 +146,7 @@ def main() -> int:
     if settings.processes == 1:
         import_ahead(settings.tracing)
         _tune_gc()
+        keep_freed_memory()
     try:
         return uvloop.run(_run(settings, logs) if settings.processes == 1 else _run_processes(settings))
     except OSError as error:

@@ -11,6 +11,8 @@ router first sends its ticket, and uses the link once the replica has accepted t
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +35,10 @@ FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
 _PREFIX_BYTES: Final = 4 + TOKEN_BYTES
-_READ_BYTES: Final = 64 * 1024
+_READ_BYTES: Final = 256 * 1024
+"""Size of the buffer for reading, whose memory is taken as it is used; it holds the largest frame."""
+_SOCKET_BYTES: Final = 1024 * 1024
+"""What a Unix socket should hold, so that both ends work at once; the system's limit is mostly lower."""
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause"; beyond it frames wait here, where small ones and other requests can go first."""
 _SMALL_BYTES_MAX: Final = 4 * 1024
@@ -43,7 +48,7 @@ _MACHINE_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 
 Bytes = bytes | memoryview
 OnFrame = Callable[["DirectLink", bytes, bytes], None]
-"""Gets the link, the token and the frame, which may be a bytearray that is the receiver's own."""
+"""Gets the link, the token and the frame."""
 _Item = tuple[bytes, tuple[Bytes, ...], int]
 """Token, pieces, and their size."""
 
@@ -68,7 +73,8 @@ def link_token(reply: bytes) -> bytes:
 class DirectLink(asyncio.BufferedProtocol):
     """One end of a link. Frames may be sent from any thread, under one lock of the caller's; the rest is the loop's.
 
-    Why `BufferedProtocol`: a large frame is read into its own memory, without a copy in between.
+    Why `BufferedProtocol`: what the socket holds is read at once, however much that is; each read costs more than the
+    copy of a frame out of the buffer.
     """
 
     def __init__(
@@ -96,14 +102,9 @@ class DirectLink(asyncio.BufferedProtocol):
         self._is_ended = False
         self._is_tcp = False
         # reading
-        self._buffer = bytearray(_READ_BYTES)
-        self._view = memoryview(self._buffer)
+        self._view = memoryview(bytearray(_READ_BYTES))
+        self._parsed = 0
         self._filled = 0
-        self._large: bytearray | None = None
-        """A frame that is read into its own memory."""
-        self._large_view: memoryview = self._view
-        self._large_filled = 0
-        self._large_token = b""
         # writing
         self._new: deque[_Item] = deque()
         """Not looked at yet by the loop."""
@@ -137,22 +138,21 @@ class DirectLink(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
         self._is_tcp = transport.get_extra_info("ssl_object") is not None
+        if not self._is_tcp:
+            with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
-        if self._large is not None:
-            return self._large_view[self._large_filled :]
-        return self._view[self._filled :]
+        view, parsed, filled = self._view, self._parsed, self._filled
+        if parsed and _READ_BYTES - filled < _READ_BYTES // 2:  # the begun frame goes to the front
+            filled -= parsed
+            view[:filled] = view[parsed : self._filled]
+            self._parsed, self._filled = 0, filled
+        return view[filled:]
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._large is not None:
-            self._large_filled += nbytes
-            if self._large_filled < len(self._large):
-                return
-            frame, self._large = self._large, None
-            self._deliver(self._large_token, cast("bytes", frame))
-        else:
-            self._filled += nbytes
-            self._parse()
+        self._filled += nbytes
+        self._parse()
         if self._on_batch_end is not None:
             self._on_batch_end()
 
@@ -172,29 +172,21 @@ class DirectLink(asyncio.BufferedProtocol):
     # -- reading --
 
     def _parse(self) -> None:
-        view, at, end = self._view, 0, self._filled
+        view, at, end = self._view, self._parsed, self._filled
         while end - at >= _PREFIX_BYTES and not self._is_ended:
             size = int.from_bytes(view[at : at + 4], "big")
             if size > FRAME_BYTES_MAX:
                 self.close()
                 return
             start = at + _PREFIX_BYTES
-            token = bytes(view[at + 4 : start])
-            if end - start >= size:
-                self._deliver(token, bytes(view[start : start + size]))
-                at = start + size
-                continue
-            if size > _READ_BYTES // 4:
-                large = bytearray(size)
-                self._large_filled = end - start
-                large[: self._large_filled] = view[start:end]
-                self._large, self._large_view, self._large_token = large, memoryview(large), token
-                at = end
-            break
-        rest = end - at
-        if rest and at:
-            view[:rest] = bytes(view[at:end])
-        self._filled = rest
+            stop = start + size
+            if stop > end:
+                break
+            self._deliver(bytes(view[at + 4 : start]), bytes(view[start:stop]))
+            at = stop
+        if at == end:
+            at = self._filled = 0
+        self._parsed = at
 
     def _deliver(self, token: bytes, frame: bytes) -> None:
         self.received_frames += 1

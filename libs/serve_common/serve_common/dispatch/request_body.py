@@ -164,8 +164,8 @@ class RequestBody:
         """Bytes that have arrived, whether or not they are still held."""
         return self._received_bytes
 
-    def add(self, data: bytes) -> None:
-        """Append data; a body of announced size is complete with its last announced byte."""
+    def add(self, data: bytes | memoryview) -> None:
+        """Append data, which must not change; a body of announced size is complete with its last announced byte."""
         if self._is_closed or self._is_ended or not data:
             return
         size = len(data)

@@ -6,13 +6,12 @@ Why both sizes are checked: the limit must hold for what a client announces and 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import select
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -21,6 +20,7 @@ from aiohttp.streams import StreamReader
 from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, UploadMemory
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
+from serve_common.runtime.heap import find_trim
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow
 
 _log = structlog.get_logger(__name__)
@@ -42,8 +42,8 @@ async def release_memory(memory: UploadMemory) -> None:
     freed, and allocations between them that live on keep all memory below from being returned. Measured: after 300
     uploads at once the process kept all of their memory for good.
     """
-    trim = _find_trim()
-    if trim is None:
+    trim = find_trim()
+    if trim is None or not _STATM.exists():
         return
     least_bytes = resident_bytes()
     tries = 0
@@ -68,14 +68,6 @@ async def release_memory(memory: UploadMemory) -> None:
 def resident_bytes() -> int:
     """Resident memory of this process in bytes."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def _find_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):
-        return None
-    return trim if _STATM.exists() else None
 
 
 PERIOD_S: Final = 10.0
@@ -224,8 +216,123 @@ async def _collect(
     return b"".join(pieces)
 
 
+RAW_BYTES_MIN: Final = 128 * 1024
+"""Least rest of a body that is read past the parser."""
+
+
+class RawConnection(Protocol):
+    """What a body needs of its connection to be read past the parser; implemented by `HttpConnection`."""
+
+    def start_raw_body(self, content: StreamReader, rest_bytes: int, body: RequestBody) -> RawBody | None:
+        """Read the rest of the body of ``content``, whose bytes so far were taken, into ``body``; None where the
+        connection cannot do that now.
+        """
+        ...
+
+    def end_raw_body(self) -> None:
+        """Go on with the parser, and with what is left of the body; may be called twice."""
+        ...
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """As of `asyncio.Protocol`, and so are the others."""
+        ...
+
+    def eof_received(self) -> bool | None: ...
+
+    def pause_writing(self) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
+
+@final
+class RawBody(asyncio.BufferedProtocol):
+    """Reads the rest of a body of known size into the buffers from which it is sent to the replica.
+
+    Why past the parser: it would look at each byte, and copy it twice. Why a protocol: the loop then reads into these
+    buffers, and no task has to wake up for a piece. It stands in for its connection, which gets everything else.
+    """
+
+    def __init__(
+        self,
+        connection: RawConnection,
+        transport: asyncio.Transport,
+        content: StreamReader,
+        rest_bytes: int,
+        body: RequestBody,
+    ) -> None:
+        self.rest_bytes = rest_bytes
+        """Bytes that have not arrived yet."""
+        self.is_paused = False
+        """True while nothing is read, because the body has no space."""
+        self._connection = connection
+        self._transport = transport
+        self._content = content
+        self._body = body
+        self._is_lost = False
+        self._view = memoryview(b"")
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait until everything was read, or reading has to pause. Raises ConnectionError when the client is gone."""
+        if self.rest_bytes and not self.is_paused and not self._is_lost:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._is_lost:
+            raise ConnectionResetError("the client disconnected")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.is_paused = False
+        if not self._is_lost:
+            self._transport.resume_reading()
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
+        if not self._view:
+            self._view = memoryview(bytearray(min(FRAME_BODY_BYTES_MAX, self.rest_bytes)))
+        return self._view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        piece, self._view = self._view[:nbytes], self._view[nbytes:]
+        self.rest_bytes -= nbytes
+        self._content.total_bytes += nbytes
+        self._body.add(piece)
+        if not self.rest_bytes:
+            self._connection.end_raw_body()
+        elif self._body.has_space:
+            return
+        else:
+            self.is_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> bool | None:
+        return self._connection.eof_received()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._is_lost = True
+        self._connection.connection_lost(exc)
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 async def feed_body(
-    request: web.BaseRequest, body: RequestBody, options: HttpOptions, memory: UploadMemory
+    request: web.BaseRequest,
+    connection: RawConnection,
+    body: RequestBody,
+    options: HttpOptions,
+    memory: UploadMemory,
 ) -> None:
     """Read the rest of a body at the rate it is consumed; an error in it fails the request."""
     content = request.content
@@ -239,6 +346,16 @@ async def feed_body(
             options.body_rate_min, lambda: body.received_bytes if is_waiting else None, on_too_slow
         ):
             while not body.is_closed:
+                raw = _start_raw(request, connection, body)
+                while raw is not None and raw.rest_bytes and not body.is_closed:
+                    is_waiting = True
+                    await raw.wait()
+                    is_waiting = False
+                    if raw.is_paused:
+                        await _wait_for_memory(request, body)
+                        raw.resume()
+                if raw is not None:
+                    return
                 is_waiting = True
                 data = await (content.read(FRAME_BODY_BYTES_MAX) if memory.is_crowded else content.readany())
                 is_waiting = False
@@ -255,6 +372,18 @@ async def feed_body(
         body.fail(_malformed_body(error))
     except ConnectionError:
         return  # the client disconnected; the request is cancelled where its response is awaited
+
+
+def _start_raw(request: web.BaseRequest, connection: RawConnection, body: RequestBody) -> RawBody | None:
+    """Read the rest past the parser if it is large, of known size, and what has arrived was taken."""
+    content = request.content
+    announced = request.content_length
+    if announced is None or announced - content.total_bytes < RAW_BYTES_MIN or not body.has_space:
+        return None
+    while data := content.read_nowait():  # the library goes on reading by this
+        body.add(data)
+    rest_bytes = announced - content.total_bytes
+    return None if rest_bytes <= 0 else connection.start_raw_body(content, rest_bytes, body)
 
 
 async def _wait_for_memory(request: web.BaseRequest, body: RequestBody) -> None:

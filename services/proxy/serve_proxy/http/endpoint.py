@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, cast, final
 from urllib.parse import quote
 
 import msgspec
@@ -38,7 +38,7 @@ from serve_proxy.core.headers import (
     use_host,
 )
 from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, UnknownCoding, build_problem
-from serve_proxy.http.bodies import body_need, check_announced, feed_body, receive_body
+from serve_proxy.http.bodies import RawConnection, body_need, check_announced, feed_body, receive_body
 from serve_proxy.http.middlewares import MiddlewareRequestState
 from serve_proxy.http.responses import problem_response, respond, whole_bytes
 from serve_proxy.http.websockets import HttpSockets
@@ -365,11 +365,14 @@ class EndpointHandler:
         )
         if spec.upload is None:
             return await self._forward(request, spec, state)
-        feeder = self._tasks.start(feed_body(request, spec.upload, options, self._memory), name="upload")
+        connection = cast("RawConnection", request.protocol)
+        feeding = feed_body(request, connection, spec.upload, options, self._memory)
+        feeder = self._tasks.start(feeding, name="upload")
         try:
             return await self._forward(request, spec, state)
         finally:
             feeder.cancel()
+            connection.end_raw_body()
 
     async def _forward(
         self, request: web.BaseRequest, spec: RequestSpec, state: _RequestState

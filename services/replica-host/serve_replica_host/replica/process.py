@@ -23,6 +23,7 @@ from serve_common.protocol.evaluation import Evaluation, EvaluationResult
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import ThreadLoopLag
+from serve_common.runtime.heap import keep_freed_memory
 from serve_common.runtime.request_context import CurrentReplica, current_replica, set_replica_context
 from serve_common.runtime.settings import BusSettings, DirectMode
 from serve_common.runtime.tasks import TaskOwner
@@ -129,6 +130,7 @@ class ReplicaProcess:
 
         Waits for NATS without a limit: the host kills a start that takes too long.
         """
+        keep_freed_memory()
         goal = self._order.goal
         context = CurrentReplica(
             replica_tag=goal.replica_tag,

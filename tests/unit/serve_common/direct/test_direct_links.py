@@ -96,7 +96,7 @@ async def test_frames_of_every_size_arrive_whole_and_in_order_both_ways(world: W
     assert world.listener.inbox(world.taken[0][0]) == INBOX
 
 
-@pytest.mark.parametrize("step", [1, 7, 64, 1_000, 70_000])
+@pytest.mark.parametrize("step", [1, 7, 64, 1_000, 70_000, 300_000])
 async def test_bytes_that_come_in_any_pieces_are_the_same_frames(step: int) -> None:
     taken: list[tuple[bytes, bytes]] = []
     link = DirectLink(

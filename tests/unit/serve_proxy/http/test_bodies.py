@@ -1,0 +1,196 @@
+"""Large bodies of known size, which do not reach the parser: what arrives, what comes behind them, and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from serve_common.config.backend import HttpOptions
+from serve_common.dispatch.request_body import RequestBody
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
+from serve_proxy.http.bodies import RAW_BYTES_MIN, RawBody
+from serve_proxy.http.connection import COUNTED_BYTES_MIN
+from tests.support.http_desk import HOST, Desk, goes_on, listening, read_answer, whole
+from tests.support.waiting import eventually
+
+MIB = 1024 * 1024
+GET = b"GET /behind HTTP/1.1\r\n" + HOST + b"\r\n"
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    async with listening(Desk(HttpOptions(body_bytes_max=64 * MIB))) as desk:
+        yield desk
+
+
+class Replica:
+    """Takes a body as a replica with credit does."""
+
+    def __init__(self, body: RequestBody) -> None:
+        self.taken: list[bytes] = []
+        self.is_whole = False
+        self._body = body
+        body.on_more = self.take
+        self.take()
+
+    def take(self) -> None:
+        while not self.is_whole and (piece := self._body.piece(len(self.taken))) is not None:
+            self.taken.append(bytes(piece))
+            assert len(piece) <= FRAME_BODY_BYTES_MAX
+            self.is_whole = self._body.is_last(len(self.taken) - 1)
+            self._body.release(len(self.taken))
+
+
+def post(size: int, path: bytes = b"/a") -> bytes:
+    return b"POST " + path + b" HTTP/1.1\r\n" + HOST + b"Content-Length: %d\r\n\r\n" % size
+
+
+def body_of(ask: object) -> bytes:
+    """What arrived of a body, which is read to its end."""
+    spec = ask.spec  # type: ignore[attr-defined]
+    return spec.body if spec.upload is None else b"".join(ask.replica.taken)  # type: ignore[attr-defined]
+
+
+def asked(desk: Desk, number: int) -> bool:
+    """True once request ``number`` is there with its whole body, by whichever way."""
+    asks = sorted([*desk.ingress.begun, *desk.ingress.asked], key=lambda ask: ask.spec.path)
+    if len(asks) <= number:
+        return False
+    ask = asks[number]
+    if ask.spec.upload is not None and not hasattr(ask, "replica"):
+        ask.replica = Replica(ask.spec.upload)
+    return ask.spec.upload is None or ask.replica.is_whole
+
+
+SIZES = (COUNTED_BYTES_MIN - 1, COUNTED_BYTES_MIN, 200_000, 300_000, RAW_BYTES_MIN + 256 * 1024, 9 * MIB + 1)
+
+
+@pytest.mark.parametrize("step", [1_400, 100_000, 64 * MIB])
+@pytest.mark.parametrize("is_head_alone", [False, True])
+async def test_bodies_of_any_size_arrive_as_they_are_one_behind_the_other(
+    desk: Desk, *, step: int, is_head_alone: bool
+) -> None:
+    rng = random.Random(step)
+    bodies = [rng.randbytes(size) for size in SIZES]
+    reader, writer = await desk.connect()
+
+    async def send() -> None:
+        for number, body in enumerate(bodies):
+            head = post(len(body), b"/%d" % number)
+            if is_head_alone:
+                writer.write(head)
+                await asyncio.sleep(0.01)
+            data = body if is_head_alone else head + body
+            for at in range(0, len(data), step):
+                writer.write(data[at : at + step])
+                await writer.drain()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(send())
+        for number, body in enumerate(bodies):
+            await eventually(partial(asked, desk, number), every_s=0.001)
+            ask = next(a for a in [*desk.ingress.begun, *desk.ingress.asked] if a.spec.path == f"/{number}")
+            assert body_of(ask) == body
+            if ask in desk.ingress.begun:
+                ask.on_response(ask, whole(b"ok"))
+            else:
+                ask.waiter.set_result(whole(b"ok"))
+            assert (await read_answer(reader))[0] == 200
+    await goes_on(reader, writer)
+
+
+async def test_a_large_body_is_read_past_the_parser(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    updated = RawBody.buffer_updated
+
+    def count(self: RawBody, nbytes: int) -> None:
+        sizes.append(nbytes)
+        updated(self, nbytes)
+
+    monkeypatch.setattr(RawBody, "buffer_updated", count)
+    reader, writer = await desk.connect()
+    writer.write(post(8 * MIB) + bytes(8 * MIB))
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    await eventually(lambda: asked(desk, 0))
+    assert sum(sizes) > 6 * MIB
+    desk.ingress.asked[0].waiter.set_result(whole(b"ok"))
+    assert (await read_answer(reader))[0] == 200
+
+
+async def test_a_body_without_space_is_not_read_on_until_there_is_some(desk: Desk) -> None:
+    reader, writer = await desk.connect()
+    body = random.Random(1).randbytes(16 * MIB)
+    writer.write(post(len(body)) + body)
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    upload = desk.ingress.asked[0].spec.upload
+    await eventually(lambda: not upload.has_space)
+    received = upload.received_bytes
+    await asyncio.sleep(0.2)
+    assert upload.received_bytes == received < MIB
+    replica = Replica(upload)
+    await eventually(lambda: replica.is_whole)
+    assert b"".join(replica.taken) == body
+    desk.ingress.asked[0].waiter.set_result(whole(b"ok"))
+    assert (await read_answer(reader))[0] == 200
+    await goes_on(reader, writer)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_a_client_that_leaves_within_a_large_body_is_given_up(desk: Desk, *, is_paused: bool) -> None:
+    _, writer = await desk.connect()
+    writer.write(post(32 * MIB) + bytes(8 * MIB))
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    if not is_paused:
+        Replica(desk.ingress.asked[0].spec.upload)
+        await eventually(lambda: desk.ingress.asked[0].spec.upload.received_bytes == 8 * MIB)
+    # A reset: an end of file would come behind what is not read.
+    client = writer.transport.get_extra_info("socket")
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    await eventually(lambda: desk.server.in_flight == 0 and not desk.server.connections)
+    await eventually(lambda: not desk.ingress.memory.admitted_bytes)
+
+
+@pytest.mark.parametrize("rest", [1, 60_000])
+async def test_an_answer_before_the_last_bytes_leaves_the_connection_to_the_next_request(
+    desk: Desk, rest: int
+) -> None:
+    reader, writer = await desk.connect()
+    writer.write(post(4 * MIB) + bytes(4 * MIB - rest))
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    upload = desk.ingress.asked[0].spec.upload
+    Replica(upload)
+    await eventually(lambda: upload.received_bytes == 4 * MIB - rest)
+    desk.ingress.asked[0].waiter.set_result(whole(b"early"))
+    assert (await read_answer(reader))[::2] == (200, b"early")
+    writer.write(bytes(rest))
+    await goes_on(reader, writer)
+
+
+async def test_an_answer_long_before_the_end_closes_the_connection_once_the_client_has_it(desk: Desk) -> None:
+    reader, writer = await desk.connect()
+    writer.write(post(16 * MIB) + bytes(4 * MIB))
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    Replica(desk.ingress.asked[0].spec.upload)
+    await eventually(lambda: desk.ingress.asked[0].spec.upload.received_bytes == 4 * MIB)
+    desk.ingress.asked[0].waiter.set_result(whole(b"early"))
+    assert (await read_answer(reader))[::2] == (200, b"early")
+    writer.write(bytes(12 * MIB))
+    assert await asyncio.wait_for(reader.read(), 30) == b""
+
+
+async def test_invalid_bytes_behind_a_large_body_are_refused_and_the_body_is_answered(desk: Desk) -> None:
+    reader, writer = await desk.connect()
+    writer.write(post(MIB) + bytes(MIB) + b"NOT HTTP\r\n\r\n")
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    await eventually(lambda: asked(desk, 0))
+    desk.ingress.asked[0].waiter.set_result(whole(b"ok"))
+    assert (await read_answer(reader))[0] == 200
+    assert (await read_answer(reader))[0] == 400
+    assert await asyncio.wait_for(reader.read(), 30) == b""
