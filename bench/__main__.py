@@ -19,6 +19,7 @@ from bench.floors import running_floors
 from bench.generators import Generators
 from bench.measure import (
     MUSTER,
+    MUSTER_ALL,
     NOOP_CONNECTIONS,
     OTHER_LOADS,
     PROCESSES_SHOWN_FOR,
@@ -96,7 +97,7 @@ async def bench(options: argparse.Namespace) -> int:
         taken_s=time.monotonic() - began,
     )
     print_report(render(report), report, options.json)
-    errors = sum(line.errors for line in lines if line.system == MUSTER or not options.peers)
+    errors = sum(line.errors for line in lines if line.system in (MUSTER, MUSTER_ALL) or not options.peers)
     if errors:
         say(f"error: {errors} requests failed; figures beside failures mean nothing")
     return 1 if errors else 0
@@ -109,6 +110,7 @@ async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Nam
     elif not options.floors_only:
         say("starting Muster …")
         systems.append(await stack.enter_async_context(running_muster(directory / "muster")))
+        systems.append(await stack.enter_async_context(running_muster(directory / "direct", is_direct=True)))
     if options.peers:
         say("starting Ray Serve …")
         systems += await stack.enter_async_context(running_ray_serve(directory, options.peers_python))
@@ -128,7 +130,7 @@ async def _measured(
         first = "" if figures.first_ms is None else f"  first {figures.first_ms:.2f} ms"
         errors = f"  {sample.errors} errors" if sample.errors else ""
         say(
-            f"round {run.round + 1}/{options.rounds}  {run.load.name:<18} {run.system.name:<18}"
+            f"round {run.round + 1}/{options.rounds}  {run.load.name:<18} {run.system.name:<19}"
             f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
         )
     return samples

@@ -1,7 +1,7 @@
 """The processes of the floors: HTTP in, the bus out, and what echoes at the other end.
 
-Run as ``python -m bench.floor_processes ingress KIND NATS_PORT PORT`` or ``echo KIND NATS_PORT``. Why all kinds in one
-file: they must differ in nothing but the hop that is measured.
+Run as ``python -m bench.floor_processes ingress KIND BUS PORT`` or ``echo KIND BUS``; the bus is NATS' port, or a Unix
+socket's path. Why all kinds in one file: they must differ in nothing but the hop that is measured.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import cast
 
 import nats
@@ -132,6 +135,66 @@ class BareRequester(BareNats):
             answer.set_result(payload)
 
 
+class UnixEcho(asyncio.Protocol):
+    """Sends back what comes, in one write for each read."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep it."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Echo."""
+        self._transport.write(data)
+
+
+class UnixRequester(asyncio.Protocol):
+    """Sends numbered requests of one size, and awaits their echoes."""
+
+    _NUMBER_BYTES = 8
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._batch: list[bytes] = []
+        self._rest = b""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep it."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As of `BareNats`."""
+        os._exit(1)
+
+    def request(self, payload: bytes) -> asyncio.Future[bytes]:
+        """The answer's payload."""
+        number = next(self._numbers).to_bytes(self._NUMBER_BYTES, "big")
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._waiting[number] = answer
+        if not self._batch:
+            self._loop.call_soon(self._flush)
+        self._batch.append(number + payload)
+        return answer
+
+    def _flush(self) -> None:
+        self._transport.write(b"".join(self._batch))
+        self._batch.clear()
+
+    def data_received(self, data: bytes) -> None:
+        """Take the echoes apart, cut anywhere."""
+        data = self._rest + data if self._rest else data
+        size = self._NUMBER_BYTES + len(PAYLOAD)
+        at = 0
+        while at + size <= len(data):
+            answer = self._waiting.pop(data[at : at + self._NUMBER_BYTES])
+            if not answer.done():
+                answer.set_result(data[at + self._NUMBER_BYTES : at + size])
+            at += size
+        self._rest = data[at:]
+
+
 async def bare() -> Handler:
     """Answers by itself whatever the other systems are asked."""
 
@@ -149,6 +212,8 @@ async def bare() -> Handler:
             return web.Response(body=str(size).encode())
         if path == "/tokens":
             return await _stream_tokens(request)
+        if path == "/paced":
+            return await _stream_paced(request)
         return web.Response(body=PAYLOAD)
 
     return handle
@@ -162,6 +227,28 @@ async def _stream_tokens(request: web.BaseRequest) -> web.StreamResponse:
         await response.write(TOKEN)
     await response.write_eof()
     return response
+
+
+async def _stream_paced(request: web.BaseRequest) -> web.StreamResponse:
+    response = web.StreamResponse()
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    began, rate = time.monotonic(), float(request.query["rate"])
+    for number in range(int(request.query["count"])):
+        await asyncio.sleep(began + number / rate - time.monotonic())
+        await response.write(b"~%020d" % time.monotonic_ns())
+    await response.write_eof()
+    return response
+
+
+async def over_unix(path: str) -> Handler:
+    """Floor C: asks the responder in a Ray actor over a Unix socket."""
+    _, requester = await asyncio.get_running_loop().create_unix_connection(UnixRequester, path)
+
+    async def handle(_request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=await requester.request(PAYLOAD))
+
+    return handle
 
 
 async def over_nats_py(nats_port: int) -> Handler:
@@ -188,15 +275,16 @@ async def over_protocol(nats_port: int) -> Handler:
     return handle
 
 
-async def serve(kind: str, port: int, nats_port: int) -> None:
+async def serve(kind: str, port: int, bus: str) -> None:
     """Serve until SIGTERM."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     handlers: dict[str, Callable[[], Awaitable[Handler]]] = {
         "bare": bare,
-        "nats-py": lambda: over_nats_py(nats_port),
-        "protocol": lambda: over_protocol(nats_port),
+        "nats-py": lambda: over_nats_py(int(bus)),
+        "protocol": lambda: over_protocol(int(bus)),
+        "unix": lambda: over_unix(bus),
     }
     http = web.Server(await handlers[kind]())
     server = await loop.create_server(http, "127.0.0.1", port)
@@ -247,18 +335,60 @@ def run_echo(kind: str, nats_port: int) -> None:
     signal.sigwait({signal.SIGTERM})
 
 
+class _UnixReplica:
+    """Floor C's responder, as a Ray actor: on a thread beside Ray's own, as a replica's bus is."""
+
+    def serve(self, path: str) -> None:
+        """Return once it listens."""
+        listens = threading.Event()
+
+        async def run() -> None:
+            await asyncio.get_running_loop().create_unix_server(UnixEcho, path)
+            listens.set()
+            await asyncio.Event().wait()
+
+        threading.Thread(target=lambda: uvloop.run(run()), daemon=True, name="bus").start()
+        listens.wait()
+
+
+def run_actor(path: str) -> None:
+    """Let a Ray actor echo until SIGTERM."""
+    import ray
+
+    root = str(Path(__file__).parents[1])
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=1,
+        object_store_memory=100 * 1024 * 1024,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"PYTHONPATH": root}},
+        _temp_dir=str(Path(path).parent / "r"),
+    )
+    # By its name in this package: as a program this module is `__main__`.
+    from bench.floor_processes import _UnixReplica as replica_class
+
+    replica = ray.remote(replica_class).remote()
+    ray.get(replica.serve.remote(path))
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    ray.shutdown()
+
+
 def main() -> None:
     """Read the arguments and serve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["ingress", "echo"])
-    parser.add_argument("kind", choices=["bare", "nats-py", "protocol"])
-    parser.add_argument("nats_port", type=int)
+    parser.add_argument("kind", choices=["bare", "nats-py", "protocol", "unix"])
+    parser.add_argument("bus", help="NATS' port, or the path of a Unix socket")
     parser.add_argument("port", type=int, nargs="?", help="of the ingress")
     options = parser.parse_args()
-    if options.part == "echo":
-        run_echo(options.kind, options.nats_port)
+    if options.part == "ingress":
+        uvloop.run(serve(options.kind, options.port, options.bus))
+    elif options.kind == "unix":
+        run_actor(options.bus)
     else:
-        uvloop.run(serve(options.kind, options.port, options.nats_port))
+        run_echo(options.kind, int(options.bus))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bench.measure import BARE, FLOOR_A, FLOOR_B, Served, System
+from bench.measure import BARE, FLOOR_A, FLOOR_B, FLOOR_C, Served, System
 from muster.embedded.process import Probe, ProcessEvent, ProcessSpec, http_probe
 from muster.embedded.supervisor import Supervisor
 
-_STARTS_WITHIN_S = 20.0
+_STARTS_WITHIN_S = 60.0  # one of them starts a Ray
 _ATTEMPT_S = 2.0
 
 
@@ -44,7 +44,7 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
 
     Raises `StackFailed` with the end of a log.
     """
-    nats_port, ports = free_port(), {kind: free_port() for kind in ("bare", "nats-py", "protocol")}
+    nats_port, ports = free_port(), {kind: free_port() for kind in ("bare", "nats-py", "protocol", "unix")}
     root = Path(__file__).parents[1]
 
     def spec(name: str, argv: list[str], ready: Probe | None, needs: tuple[str, ...]) -> ProcessSpec:
@@ -64,9 +64,13 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
     for kind in ("nats-py", "protocol"):
         argv = [sys.executable, "-m", "bench.floor_processes", "echo", kind, str(nats_port)]
         specs.append(spec(f"echo-{kind}", argv, None, ("nats",)))
+    unix_path = directory / "floor.sock"
+    argv = [sys.executable, "-m", "bench.floor_processes", "echo", "unix", str(unix_path)]
+    specs.append(spec("echo-unix", argv, has_file(unix_path), ()))
     for kind, port in ports.items():
-        argv = [sys.executable, "-m", "bench.floor_processes", "ingress", kind, str(nats_port), str(port)]
-        specs.append(spec(f"ingress-{kind}", argv, http_probe(port, "/"), ("nats",)))
+        bus, needs = (str(unix_path), "echo-unix") if kind == "unix" else (str(nats_port), "nats")
+        argv = [sys.executable, "-m", "bench.floor_processes", "ingress", kind, bus, str(port)]
+        specs.append(spec(f"ingress-{kind}", argv, http_probe(port, "/"), (needs,)))
     stack_id = uuid.uuid4().hex
     supervisor = Supervisor(stack_id, specs, ignore)
     try:
@@ -84,7 +88,7 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
                     urls={Served.NOOP.value: f"http://127.0.0.1:{ports[kind]}/"},
                     stack_id=stack_id,
                 )
-                for name, kind in ((FLOOR_A, "nats-py"), (FLOOR_B, "protocol"))
+                for name, kind in ((FLOOR_A, "nats-py"), (FLOOR_B, "protocol"), (FLOOR_C, "unix"))
             ),
         ]
     finally:
@@ -93,6 +97,15 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
 
 def ignore(_event: ProcessEvent) -> None:
     """A process that dies shows as errors in the figures."""
+
+
+def has_file(path: Path) -> Probe:
+    """Ready when ``path`` is there."""
+
+    async def probe() -> str | None:
+        return None if await asyncio.to_thread(path.exists) else f"{path.name} is not there yet"
+
+    return probe
 
 
 def takes_connections(port: int) -> Probe:

@@ -6,7 +6,9 @@ Why raw sockets for bodies and streams: an HTTP client in Python would cost more
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
+import time
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -39,6 +41,8 @@ class Generators:
                 return await _transfer(load, url, seconds)
             case Kind.TOKENS:
                 return await _tokens(load, url, seconds)
+            case Kind.PACED:
+                return await _paced(load, url, seconds)
 
     async def _requests(self, load: Load, url: str, seconds: int) -> Figures:
         script = None
@@ -200,5 +204,61 @@ async def _token_client(load: Load, url: str, until: float, counts: _TokenCounts
             counts.requests += 1
     except (OSError, EOFError, ValueError):
         counts.errors += 1
+    finally:
+        writer.close()
+
+
+_STAMP: Final = re.compile(rb"~([0-9]{20})")
+
+
+async def _paced(load: Load, url: str, seconds: int) -> Figures:
+    """One stream a client, at the model's pace; the latencies are from a token's making to its arrival."""
+    delays_ms: list[float] = []
+    errors = 0
+
+    async def client(number: int) -> None:
+        nonlocal errors
+        await asyncio.sleep(number / load.connections / load.tokens)  # so that tokens do not come all at once
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await _read_paced(url, load.tokens * seconds, load.tokens, delays_ms)
+        except (OSError, EOFError, ValueError):
+            errors += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(load.connections):
+            tasks.create_task(client(number))
+    ordered = sorted(delays_ms) or [0.0]
+    return Figures(
+        requests=load.connections - errors,
+        rate=len(delays_ms) / seconds,
+        errors=errors,
+        p50_ms=ordered[len(ordered) // 2],
+        p99_ms=ordered[len(ordered) * 99 // 100],
+    )
+
+
+async def _read_paced(url: str, count: int, rate: int, delays_ms: list[float]) -> None:
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        query = f"count={count}&rate={rate}"
+        writer.write(f"GET {parts.path}?{query} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+        answer = await _read_head(reader)
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}")
+        tail = b""
+        while count:
+            piece = await reader.read(_READ_BYTES)
+            now = time.monotonic_ns()
+            if not piece:
+                raise EOFError
+            tail += piece
+            end = 0
+            for found in _STAMP.finditer(tail):
+                delays_ms.append((now - int(found[1])) / 1e6)
+                end = found.end()
+                count -= 1
+            tail = tail[end:]
     finally:
         writer.close()

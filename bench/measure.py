@@ -16,7 +16,8 @@ import msgspec
 
 from bench.meters import Meter, Usage
 
-BARE, FLOOR_A, FLOOR_B, MUSTER = "bare", "floor A", "floor B", "Muster"
+BARE, FLOOR_A, FLOOR_B, FLOOR_C, MUSTER = "bare", "floor A", "floor B", "floor C", "Muster"
+MUSTER_ALL = "Muster, direct=all"
 KIB, MIB = 1024, 1024 * 1024
 WARM_UP_S = 1
 
@@ -28,6 +29,7 @@ class Served(Enum):
     ECHO = "echo"
     UPLOAD = "upload"
     TOKENS = "tokens"
+    PACED = "paced"
     CHAIN = "chain"
     UNCOUNTED = "uncounted"
     """The no-op, without metrics."""
@@ -41,6 +43,9 @@ class Kind(Enum):
     TRANSFER = "MiB/s"
     """One body at a time, as fast as it is taken."""
     TOKENS = "tokens/s"
+    """As fast as they come; ``first_ms`` is the first one's."""
+    PACED = "tokens/s, paced"
+    """At the model's own pace, each with the time when it was made: the latencies are those of tokens."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +57,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 1
     body_bytes: int = 0
     tokens: int = 0
-    """In each answer."""
+    """In each answer; of a paced one, in each second."""
     reference: str = BARE
     """The system that ratios are taken of."""
 
@@ -75,6 +80,8 @@ OTHER_LOADS: Final = [
     Load(name="upload 100 MiB", path=Served.UPLOAD, kind=Kind.TRANSFER, body_bytes=100 * MIB),
     Load(name="tokens, 1 client", path=Served.TOKENS, kind=Kind.TOKENS, tokens=20_000),
     Load(name="tokens, 50 clients", path=Served.TOKENS, kind=Kind.TOKENS, connections=50, tokens=2_000),
+    Load(name="paced tokens, 1", path=Served.PACED, kind=Kind.PACED, tokens=200),
+    Load(name="paced tokens, 50", path=Served.PACED, kind=Kind.PACED, connections=50, tokens=50),
     Load(name="chain of two c=1", path=Served.CHAIN, connections=1, reference=MUSTER),
     Load(name="chain of two c=16", path=Served.CHAIN, connections=16, reference=MUSTER),
 ]

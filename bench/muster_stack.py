@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bench.counting import UNCOUNTED
-from bench.measure import MIB, MUSTER, Served, System
+from bench.measure import MIB, MUSTER, MUSTER_ALL, Served, System
 from muster.client import connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StatePaths
@@ -34,22 +34,27 @@ _REPLICA_CPUS = 0.1
 
 
 @asynccontextmanager
-async def running_muster(state_dir: Path) -> AsyncIterator[System]:
+async def running_muster(state_dir: Path, *, is_direct: bool = False) -> AsyncIterator[System]:
     """Start it and deploy one replica of everything; all is gone afterwards.
+
+    ``is_direct``: with ``MUSTER_DIRECT=all``, and the no-op only.
 
     A deployment that does not come up is told of and left out, except the no-op. Raises `StackFailed`.
     """
-    os.environ["MUSTER_UNCOUNTED"] = UNCOUNTED  # the stack inherits it
+    os.environ["MUSTER_UNCOUNTED"] = UNCOUNTED  # the stack inherits both
+    if is_direct:
+        os.environ["MUSTER_DIRECT"] = "all"
     async with EmbeddedStack(state_dir, ANY_PORTS) as stack:
         record = stack.record
-        routes = await _deploy_all(record)
+        os.environ.pop("MUSTER_DIRECT", None)
+        routes = await _deploy_all(record, [Served.NOOP] if is_direct else list(Served))
         port = urlsplit(record.http_url).port
         assert port is not None, record.http_url
         reason = await http_probe(port, routes[Served.NOOP.value])()
         if reason is not None:
             raise StackFailed(f"the no-op deployment does not serve: {reason}")
         yield System(
-            name=MUSTER,
+            name=MUSTER_ALL if is_direct else MUSTER,
             urls={path: record.http_url + route for path, route in routes.items()},
             stack_id=record.stack_id,
             metrics_urls=[f"{url}/metrics" for url in record.ops_urls.values()],
@@ -62,13 +67,13 @@ def logs_of(state_dir: Path) -> str:
     return "\n".join(f"--- {path.name}\n{last_lines(path)}" for path in logs)
 
 
-async def _deploy_all(record: RunRecord) -> dict[str, str]:
+async def _deploy_all(record: RunRecord, served: list[Served]) -> dict[str, str]:
     """The route of each path that is served."""
     routes: dict[str, str] = {}
     async with connect_stack(admin_address(record)) as reached:
         admin = reached.admin
         await _done(admin, await admin.call(SetHttpOptions(options={"body_bytes_max": _BODY_BYTES_MAX})))
-        for path in Served:
+        for path in served:
             try:
                 await _done(admin, await _deploy(admin, path))
             except (ServeError, StackFailed) as error:

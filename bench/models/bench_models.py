@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,6 +46,21 @@ class Tokens:
     async def _tokens(self, count: int) -> AsyncIterator[bytes]:
         for _ in range(count):
             yield TOKEN
+
+
+class Paced:
+    """Streams ``?count`` pieces at ``?rate`` a second, each the time when it was made (ns, monotonic)."""
+
+    async def __call__(self, request: Request) -> Response:
+        query = request.query_params
+        tokens = self._tokens(int(query["count"]), float(query["rate"]))
+        return StreamingResponse(tokens, media_type="text/plain")
+
+    async def _tokens(self, count: int, rate: float) -> AsyncIterator[bytes]:
+        began = time.monotonic()
+        for number in range(count):
+            await asyncio.sleep(began + number / rate - time.monotonic())
+            yield b"~%020d" % time.monotonic_ns()
 
 
 class Front:

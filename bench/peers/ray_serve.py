@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.console import check_peers
-from bench.floors import free_port, ignore
+from bench.floors import free_port, has_file, ignore
 from bench.measure import Served, System
-from muster.embedded.process import Probe, ProcessSpec
+from muster.embedded.process import ProcessSpec
 from muster.embedded.supervisor import Supervisor
 
 DEFAULT, FASTEST = "Ray Serve", "Ray Serve HAProxy"
@@ -88,14 +88,7 @@ def _spec(directory: Path, python: Path, number: int, port: int, variables: Mapp
         env={**environment, **variables, "PYTHONPATH": str(root)},
         cwd=root,
         log_path=directory / f"serve-{number}.log",
-        ready=_has_file(ready),
+        ready=has_file(ready),
         ready_timeout_s=_STARTS_WITHIN_S,
         stop_timeout_s=8.0,
     )
-
-
-def _has_file(path: Path) -> Probe:
-    async def probe() -> str | None:
-        return None if await asyncio.to_thread(path.exists) else f"{path.name} is not there yet"
-
-    return probe

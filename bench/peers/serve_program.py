@@ -43,7 +43,7 @@ def run(temp_dir: str, cpus: int, port: int, ready: Path) -> None:
         # Ray Serve's own limit would be 5; as many as Muster allows by default.
         return serve.deployment(code, ray_actor_options={"num_cpus": _REPLICA_CPUS}, max_ongoing_requests=100)
 
-    for path in ("noop", "echo", "upload", "tokens"):
+    for path in ("noop", "echo", "upload", "tokens", "paced"):
         bound = deployment(getattr(models, path.capitalize())).bind()
         serve.run(bound, name=path, route_prefix=f"/{path}")
     chain = deployment(models.Front).bind(deployment(models.Back).bind())

@@ -8,6 +8,7 @@ import ipaddress
 import json
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
@@ -158,6 +159,19 @@ def encode_json(value: Any) -> bytes:
         raise NotAResponse(f"the returned {type(value).__name__} cannot be sent as JSON: {error}") from error
 
 
+FIRST_PART_S: Final = 0.0002
+"""Seconds in which the other thread wakes up and sends a frame."""
+
+
+def _let_first_part_leave() -> None:
+    """Stand still for a moment: the second part of a stream is there before the first was sent.
+
+    Why: this thread holds Python's lock (GIL), and would for 5 ms more, in which the first part cannot leave. Later
+    parts gain from being gathered; nobody waits for those as for the first.
+    """
+    time.sleep(FIRST_PART_S)
+
+
 _BURST: Final = 256
 """Consecutive parts after which the writer yields: a generator that never waits must not block the loop."""
 
@@ -220,6 +234,8 @@ class ResponseStream:
         self._count += 1
         if not self._exchange.is_notified:
             self._notify()
+        elif self._count == 2:
+            _let_first_part_leave()
         return not self._count % _BURST or self._written_bytes - self._exchange.sent_bytes > UNSENT_BYTES_MAX
 
     async def wait(self) -> None:
@@ -240,6 +256,8 @@ class ResponseStream:
             count += 1
             if not exchange.is_notified:
                 self._notify()
+            elif count == 2:
+                _let_first_part_leave()
             if not count % _BURST or self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX:
                 await self.wait()
 
@@ -247,13 +265,15 @@ class ResponseStream:
         """Append all items of a plain iterator; runs in a thread, and ends early when the exchange is dropped."""
         exchange = self._exchange
         try:
-            for piece in iterator:
+            for count, piece in enumerate(iterator, 1):
                 if exchange.is_dropped:
                     return
                 self._pieces.append(data := as_bytes(piece, charset))
                 self._written_bytes += len(data)
                 if not exchange.is_notified:
                     self._notify()
+                elif count == 2:
+                    _let_first_part_leave()
                 if self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX or (
                     len(self._pieces) > UNSENT_PIECES_MAX
                 ):

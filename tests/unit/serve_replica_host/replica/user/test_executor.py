@@ -40,12 +40,14 @@ from serve_common.errors import (
 )
 from serve_common.protocol.frames import RequestHead, RequestKind
 from serve_common.runtime import request_context
+from serve_replica_host.replica.io import response_stream
 from serve_replica_host.replica.io.flow import BodyReader
 from serve_replica_host.replica.io.request import (
     UNSENT_BYTES_MAX,
     Drop,
     Ended,
     Failed,
+    Flow,
     IoEvent,
     Opened,
     Piece,
@@ -53,7 +55,12 @@ from serve_replica_host.replica.io.request import (
     WholeResponseEvent,
     Writable,
 )
-from serve_replica_host.replica.io.response_stream import NotAResponse, WholeResponse, to_response
+from serve_replica_host.replica.io.response_stream import (
+    NotAResponse,
+    ResponseStream,
+    WholeResponse,
+    to_response,
+)
 from serve_replica_host.replica.user.asgi import LazyRequest
 from serve_replica_host.replica.user.code import UserCode
 from serve_replica_host.replica.user.executor import RequestTasks, UserExecutor
@@ -435,6 +442,32 @@ async def test_generators_are_streamed() -> None:
     assert isinstance(bench.outcomes[0], Opened)
     assert b"".join(request.pieces or ()) == b"ab"
     assert bench.outcomes[-2] == Piece(request, b"", last=True)
+
+
+@pytest.mark.parametrize("is_paced", [True, False])
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_only_a_stream_whose_second_part_is_there_at_once_stands_still_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, *, is_plain: bool, is_paced: bool
+) -> None:
+    pauses: list[int] = []
+    monkeypatch.setattr(response_stream, "_let_first_part_leave", lambda: pauses.append(len(taken)))
+    request = exchange()
+    taken: list[bytes] = []
+
+    def take(outcome: IoEvent) -> None:
+        if is_paced and isinstance(outcome, Opened | Flow):  # the other thread has sent what there is
+            request.is_notified = False
+            taken.extend(request.pieces or ())
+
+    stream = ResponseStream(request, take)
+    stream.open(200, [], soon=False)
+    if is_plain:
+        stream.run_plain([b"a", b"b", b"c"], "utf-8")
+    else:
+        stream.put(b"a")
+        stream.put(b"b")
+        stream.put(b"c")
+    assert len(pauses) == (0 if is_paced else 1)
 
 
 # Threads for plain functions, and tasks that begin at once.
