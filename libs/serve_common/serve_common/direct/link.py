@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, cast, final
 
@@ -69,9 +70,13 @@ def link_token(reply: bytes) -> bytes:
     return bytes.fromhex(reply[-2 * TOKEN_BYTES :].decode())
 
 
+def _prefix(token: bytes, frame: bytes) -> bytes:
+    return len(frame).to_bytes(4, "big") + token
+
+
 @final
 class DirectLink(asyncio.BufferedProtocol):
-    """One end of a link. Frames may be sent from any thread, under one lock of the caller's; the rest is the loop's.
+    """One end of a link. Frames may be sent from any thread; the rest is the loop's.
 
     Why `BufferedProtocol`: what the socket holds is read at once, however much that is; each read costs more than the
     copy of a frame out of the buffer.
@@ -84,11 +89,8 @@ class DirectLink(asyncio.BufferedProtocol):
         on_end: Callable[[DirectLink], None],
         *,
         on_batch_end: Callable[[], None] | None = None,
-        is_threaded: bool = False,
     ) -> None:
-        """``on_batch_end`` is called when all frames of one read were delivered; ``is_threaded``: `send` may be called
-        on other threads than the loop's.
-        """
+        """``on_batch_end`` is called when all frames of one read were delivered."""
         self.last_used_at = loop.time()
         """When a frame was last sent or received, by the loop's clock."""
         self.sent_frames = 0
@@ -97,7 +99,12 @@ class DirectLink(asyncio.BufferedProtocol):
         self._on_frame = on_frame
         self._on_end = on_end
         self._on_batch_end = on_batch_end
-        self._is_threaded = is_threaded
+        self._thread = threading.get_ident()
+        # RLock: a transport may pause or end while it is written to.
+        self._writing = threading.RLock()
+        """Held while bytes are given to the socket, by whichever thread."""
+        self._descriptor = -1
+        """The socket's, for `send_now`; the transport's own may be closed and given to something else at any moment."""
         self._transport: asyncio.Transport | None = None
         self._is_ended = False
         self._is_tcp = False
@@ -139,7 +146,8 @@ class DirectLink(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
         self._is_tcp = transport.get_extra_info("ssl_object") is not None
         if not self._is_tcp:
-            with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+            self._descriptor = os.dup(transport.get_extra_info("socket").fileno())
+            with socket.socket(fileno=os.dup(self._descriptor)) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
@@ -167,7 +175,8 @@ class DirectLink(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._write_waiting()
+        with self._writing:
+            self._write_waiting()
 
     # -- reading --
 
@@ -197,10 +206,39 @@ class DirectLink(asyncio.BufferedProtocol):
     def send_frame(self, token: bytes, frame: bytes) -> bool:
         """Send an encoded frame. False when the link has ended, or ends because too much waits."""
         size = len(frame)
-        start = size.to_bytes(4, "big") + token
+        start = _prefix(token, frame)
         if size <= _SMALL_BYTES_MAX:
             return self._add((token, (start + frame,), size + _PREFIX_BYTES))
         return self._add((token, (start, frame), size + _PREFIX_BYTES))
+
+    def send_now(self, frames: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Send small frames, each with its token, at once and on the calling thread.
+
+        False where that is not possible now: something waits to be written, or the link is TLS. Then `send_frame` them.
+        """
+        transport = self._transport
+        with self._writing:
+            if (
+                self._descriptor < 0
+                or transport is None
+                or self._is_paused
+                or self._new
+                or self._urgent
+                or self._waiting
+                or transport.get_write_buffer_size()
+            ):
+                return False
+            data = b"".join([part for token, frame in frames for part in (_prefix(token, frame), frame)])
+            try:
+                written = os.write(self._descriptor, data)
+            except OSError:  # it is full, or broken, which the transport reports
+                return False
+            self.sent_frames += len(frames)
+            if written < len(data):  # the first that the loop writes
+                self._new.append((frames[-1][0], (data[written:],), len(data) - written))
+                self._added_bytes += len(data) - written
+                self._schedule_writing()
+        return True
 
     def send(self, token: bytes, head: Head, body: Bytes = b"") -> bool:
         """Send a frame without copying a large body. As `send_frame`. Raises `FrameUnreadable` as `encode_frame`."""
@@ -218,6 +256,10 @@ class DirectLink(asyncio.BufferedProtocol):
         if self._is_ended:
             return
         self._is_ended = True
+        with self._writing:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
         for items in (self._new, self._urgent, self._waiting):
             items.clear()
         if self._transport is not None:
@@ -227,26 +269,34 @@ class DirectLink(asyncio.BufferedProtocol):
     def _add(self, item: _Item) -> bool:
         if self._is_ended:
             return False
-        self._new.append(item)
-        self._added_bytes += item[2]
-        self.sent_frames += 1
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            if self._is_threaded:
-                self._loop.call_soon_threadsafe(self._write_new)
-            else:
-                self._loop.call_soon(self._write_new)
+        with self._writing:
+            self._new.append(item)
+            self._added_bytes += item[2]
+            self.sent_frames += 1
+        self._schedule_writing()
         return True
+
+    def _schedule_writing(self) -> None:
+        if self._is_scheduled:
+            return
+        self._is_scheduled = True
+        if threading.get_ident() == self._thread:
+            self._loop.call_soon(self._write_new)
+        else:
+            self._loop.call_soon_threadsafe(self._write_new)
 
     def _write_new(self) -> None:
         self._is_scheduled = False  # before reading: what is added from now on is scheduled again
         self.last_used_at = self._loop.time()
+        if self._added_bytes - self._written_bytes > PENDING_BYTES_MAX:
+            self.close()
         transport = self._transport
         if transport is None or self._is_ended:
             return
-        if self._added_bytes - self._written_bytes > PENDING_BYTES_MAX:
-            self.close()
-            return
+        with self._writing:
+            self._write_batch(transport)
+
+    def _write_batch(self, transport: asyncio.Transport) -> None:
         new, batch, batch_bytes = self._new, list[Bytes](), 0
         while new and not (self._is_paused or self._waiting or self._urgent):
             _, pieces, size = new.popleft()

@@ -254,9 +254,7 @@ class LinkListener:
             former.close()
         if len(self._links) >= LINKS_MAX:
             min(self._inboxes, key=lambda link: link.last_used_at).close()
-        link = DirectLink(
-            self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end, is_threaded=True
-        )
+        link = DirectLink(self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end)
         self._links[inbox] = link
         self._inboxes[link] = inbox
         return link

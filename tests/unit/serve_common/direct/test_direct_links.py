@@ -370,3 +370,50 @@ async def test_sockets_of_killed_replicas_are_removed_and_those_of_others_are_no
 
 def test_a_token_is_the_end_of_a_reply_subject() -> None:
     assert link_token(b"_INBOX.p.0123456789abcdef") == bytes.fromhex("0123456789abcdef")
+
+
+@with_links
+async def test_a_small_frame_is_sent_at_once_by_any_thread_where_nothing_waits(world: World) -> None:
+    await world.dial()
+    link = world.other_end
+    sent = await asyncio.to_thread(link.send_now, [(b"%08d" % 1, b"one"), (b"%08d" % 2, b"two")])
+    assert sent is not link.is_tcp  # TLS is the loop's
+    if sent:
+        await eventually(lambda: len(world.inbox.delivered) == 2)
+        assert [frame for _, frame in world.inbox.delivered] == [b"one", b"two"]
+    assert link.send_frame(b"%08d" % 3, b"three")
+    assert not link.send_now([(b"%08d" % 4, b"four")]), "the loop has yet to write"
+    link.close()
+    assert not link.send_now([(b"%08d" % 4, b"four")])
+
+
+@with_links
+async def test_frames_that_threads_send_at_once_and_large_ones_of_the_loop_do_not_mix(world: World) -> None:
+    await world.dial()
+    link = world.other_end
+    small, large = [b"%05d" % number * 100 for number in range(3_000)], random.Random(1).randbytes(100_000)
+    sent_now = 0
+
+    def send() -> None:
+        nonlocal sent_now
+        for frame in small:
+            if link.send_now([(b"s" * 8, frame)]):
+                sent_now += 1
+            else:
+                assert link.send_frame(b"s" * 8, frame)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    sent = 0
+    while thread.is_alive():
+        assert link.send_frame(b"l" * 8, large)
+        sent += 1
+        await asyncio.sleep(0)
+        while link.pending_bytes > 1_000_000:
+            await asyncio.sleep(0.001)
+    thread.join()
+    await eventually(lambda: len(world.inbox.delivered) == sent + len(small))
+    assert all(frame == large for token, frame in world.inbox.delivered if token == (b"l" * 8).hex().encode())
+    got = [frame for token, frame in world.inbox.delivered if token == (b"s" * 8).hex().encode()]
+    assert sorted(got) == small
+    assert (sent_now > 0) is not link.is_tcp

@@ -179,6 +179,10 @@ class ReplicaProtocol:
         self._link_lost_at = self._now()
         self._idle_sockets.restart()
 
+    def link_of(self, reply: bytes) -> DirectLink | None:
+        """The link that the request with this reply subject came by; on any thread."""
+        return self._links.get(reply)
+
     def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes) -> None:
         """Process a frame that came over ``link`` for the request of ``reply``."""
         links = self._links

@@ -275,7 +275,12 @@ class ReplicaIO:
         """This process' address in its newest connection to NATS."""
         io_queue: Mailbox[IoEvent] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
         self._direct = DirectResponses(
-            connection, io_queue.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
+            connection,
+            io_queue.put,
+            self._on_response_sent,
+            lambda: self._protocol.in_flight,
+            time.monotonic,
+            link_of=self._protocol.link_of,
         )
         self.user_executor: Final = UserExecutor(code, io_queue.put, self._direct, traces)
         connection.reader = self._reader

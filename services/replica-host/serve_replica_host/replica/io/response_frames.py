@@ -425,36 +425,41 @@ class DirectResponses:
         take_left: Callable[[Left], None],
         in_flight: Callable[[], int],
         now: Callable[[], float],
+        *,
+        link_of: Callable[[bytes], DirectLink | None] = lambda _reply: None,
     ) -> None:
         """``io_queue`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is
-        the number of requests with a slot. ``now`` is `time.monotonic`.
+        the number of requests with a slot. ``now`` is `time.monotonic`. ``link_of`` finds the link that the request of
+        a reply subject came by.
         """
         self._writer = writer
         self._io_queue = io_queue
         self._take_left = take_left
         self._in_flight = in_flight
         self._now = now
+        self._link_of = link_of
         self._batch: list[bytes] = []
+        self._link_batches: dict[DirectLink, list[tuple[bytes, bytes]]] = {}
         self._is_corked = False
         self._lost_response_logger = RateLimitedLogger(_log.warning)
 
     def send(self, outcome: WholeResponseEvent) -> None:
         """Send the response with all others of this iteration of the loop, or pass it to the bus side."""
         exchange, body, now = outcome.exchange, outcome.body, self._now()
+        link = self._link_of(exchange.reply) if exchange.is_direct else None
         if (
             exchange.is_dropped
             or now >= exchange.deadline
             or exchange.outgoing is not None
             or len(body) > FRAME_BYTES_MAX
-            or exchange.is_direct
-            or not self._writer.can_write_shared
+            or (link is None if exchange.is_direct else not self._writer.can_write_shared)
         ):
             self._io_queue(outcome)
             return
         head = ResponseHead(outcome.status, outcome.headers, last=True, in_flight=self._in_flight() - 1)
         try:
             frame = encode_frame(head, body)
-            message = encode_pub(exchange.reply, b"", frame)
+            message = encode_pub(exchange.reply, b"", frame) if link is None else frame
         except (FrameUnreadable, InvalidSubject):
             self._io_queue(outcome)  # the bus side reports the error
             return
@@ -462,9 +467,12 @@ class DirectResponses:
             self._io_queue(outcome)
             return
         exchange.last_frame = frame
-        if not self._batch and not self._is_corked:
+        if not self._is_corked and not self._batch and not self._link_batches:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._batch.append(message)
+        if link is None:
+            self._batch.append(message)
+        else:
+            self._link_batches.setdefault(link, []).append((link_token(exchange.reply), frame))
         # Before it is sent: a caller with the response may send the next request, which must find the slot free.
         self._take_left(Left(exchange, outcome.status, now))
 
@@ -475,6 +483,12 @@ class DirectResponses:
     def flush(self) -> None:
         """Send the buffered responses."""
         self._is_corked = False
+        if self._link_batches:
+            links, self._link_batches = self._link_batches, {}
+            for link, frames in links.items():
+                if not link.send_now(frames):
+                    for token, frame in frames:
+                        link.send_frame(token, frame)  # what a link loses is asked for over the bus
         batch = self._batch
         if not batch:
             return
