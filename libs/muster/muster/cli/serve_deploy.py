@@ -9,8 +9,9 @@ A file stands for all applications of a stack that were deployed by files: those
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -106,22 +107,23 @@ def prepare_file(
     ``directory`` is the file's own, ``import_from`` are further ones that modules are looked for in. ``runtime_env`` is
     what the applications' own is merged over.
     """
+    directory, import_from = directory.absolute(), [place.absolute() for place in import_from]
     config = check_config(YamlFile(text, name), directory)
     prepared, failed = [], []
     for at, app in enumerate(config.schema.applications):
         merged = merge_runtime_envs(runtime_env or {}, app.runtime_env)
         try:
-            places = [*_working_dir(merged, directory), *import_from, directory]
-            prepared.append(
-                prepare_application(
-                    app,
-                    places,
-                    base=directory,
-                    runtime_env=runtime_env,
-                    logging_config=config.schema.logging_config,
-                    is_recorded=is_recorded,
+            with _in_working_dir(merged, directory) as working_dir:
+                prepared.append(
+                    prepare_application(
+                        app,
+                        [*working_dir, *import_from, directory],
+                        base=directory,
+                        runtime_env=runtime_env,
+                        logging_config=config.schema.logging_config,
+                        is_recorded=is_recorded,
+                    )
                 )
-            )
         except BUILD_ERRORS as error:
             place = str(_located(config.file, at, error))
             app_config = build_app_config(app, config.schema.logging_config)
@@ -148,8 +150,18 @@ def _located(file: YamlFile, at: int, error: Exception) -> BadField:
     )
 
 
+@contextlib.contextmanager
+def _in_working_dir(runtime_env: Mapping[str, Any], directory: Path) -> Iterator[list[Path]]:
+    """Be in the application's working directory, as its replicas are: its modules may read files at import.
+
+    Gives what the application is imported from before all else. Raises `BadField`, `LimitReached` for a zip.
+    """
+    places = [place.absolute() for place in _working_dir(runtime_env, directory)]
+    with contextlib.chdir(places[0]) if places and places[0].is_dir() else contextlib.nullcontext():
+        yield places
+
+
 def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:
-    """What the application is imported from before all else. Raises `BadField`, `LimitReached` for a zip."""
     named = runtime_env.get("working_dir")
     if not isinstance(named, str):
         return []
@@ -187,6 +199,7 @@ def prepare_import_path(
 
     Paths of ``runtime_env`` and of the code are relative to ``directory``.
     """
+    directory, import_from = directory.absolute(), [place.absolute() for place in import_from]
     fields: dict[str, Any] = {"import_path": import_path}
     chosen = {"name": name, "args": dict(arguments), "runtime_env": runtime_env}
     fields.update({field: value for field, value in chosen.items() if value})
@@ -199,8 +212,9 @@ def prepare_import_path(
         raise BadField(error.field.rpartition("applications[0].")[2], error.reason) from error
     try:
         schema = config.schema.applications[0]
-        places = [*_working_dir(runtime_env, directory), *import_from]
-        prepared = prepare_application(schema, places, base=directory, is_recorded=is_recorded)
+        with _in_working_dir(runtime_env, directory) as working_dir:
+            places = [*working_dir, *import_from]
+            prepared = prepare_application(schema, places, base=directory, is_recorded=is_recorded)
     except BUILD_ERRORS as error:
         raise BuildFailed(str(error)) from error
     return ServeRequest(named=import_path, applications=[prepared])

@@ -24,7 +24,7 @@ from muster.handles.responses import (
 from muster.handles.runtime import is_running, runtime
 from serve_common.clock import SystemClock
 from serve_common.dispatch.admission import Endpoint
-from serve_common.errors import BadField, NotFound, PermanentError
+from serve_common.errors import BadField, NotFound, PermanentError, ServeError
 from serve_common.names import DeploymentID, check_name
 from serve_common.protocol.frames import CallHead
 from serve_common.runtime.request_context import current_replica, request_context
@@ -321,10 +321,8 @@ def get_deployment_handle(
     if app_name is None:
         replica = current_replica()
         if replica is None:
-            raise BadField(
-                "app_name",
-                "Please specify an application name when getting a deployment handle outside of a Serve application; "
-                "deployments that were deployed by a bare name are in 'default'",
+            raise ServeError(
+                "Please specify an application name when getting a deployment handle outside of a Serve application."
             )
         app_name = replica.backend_tag.partition("/")[0]
     check_name(app_name, "app_name")

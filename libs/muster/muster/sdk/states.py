@@ -7,7 +7,7 @@ neither handles nor pydantic.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -148,7 +148,7 @@ def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -
     shown = {part.name.partition("/")[2]: _deployment(part) for part in parts}
     failed = [name for name, each in shown.items() if each.status is DeploymentStatus.DEPLOY_FAILED]
     return ApplicationStatusOverview(
-        status=_application_status(app),
+        status=_application_status(app, shown.values()),
         message=_format_build_error(app) or format_failed(failed) or app.message,
         last_deployed_time_s=app.deployed_at,
         deployments=shown,
@@ -165,7 +165,9 @@ def format_failed(deployments: Sequence[str]) -> str:
     return f"Failed to update the deployments {list(deployments)}." if deployments else ""
 
 
-def _application_status(app: ApplicationView) -> ApplicationStatus:
+def _application_status(
+    app: ApplicationView, deployments: Iterable[DeploymentStatusOverview]
+) -> ApplicationStatus:
     if app.status in (Health.DELETING, Health.DELETED):
         return ApplicationStatus.DELETING
     if app.build_error:
@@ -174,7 +176,9 @@ def _application_status(app: ApplicationView) -> ApplicationStatus:
         return ApplicationStatus.DEPLOYING
     if app.goal_status is GoalStatus.FAILED:
         return ApplicationStatus.DEPLOY_FAILED
-    if app.status is Health.UNHEALTHY:
+    if app.status is Health.UNHEALTHY or any(
+        each.status is DeploymentStatus.UNHEALTHY for each in deployments
+    ):
         return ApplicationStatus.UNHEALTHY
     return ApplicationStatus.RUNNING
 
@@ -200,6 +204,18 @@ _FAILED_TO_START: Final = (
 """Ray Serve's words, which programs look for."""
 
 
+def _replaces_a_failed_replica(view: DeploymentView) -> bool:
+    """True while a replica stops that had to be replaced.
+
+    Why: a spare one takes its place within milliseconds, and who watches as for Ray Serve, which starts one, would see
+    nothing of it.
+    """
+    return any(
+        replica.message and _REPLICA_STATES.get(replica.state) is ReplicaState.STOPPING
+        for replica in view.replicas
+    )
+
+
 def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, DeploymentStatusTrigger]:
     trigger = DeploymentStatusTrigger
     if view.status in (Health.DELETING, Health.DELETED):
@@ -208,7 +224,7 @@ def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, Deployme
         return DeploymentStatus.DEPLOY_FAILED, trigger.REPLICA_STARTUP_FAILED
     if view.status is Health.UPDATING or view.goal_status is GoalStatus.PENDING:
         return DeploymentStatus.UPDATING, trigger.CONFIG_UPDATE_STARTED
-    if view.status is Health.UNHEALTHY:
+    if view.status is Health.UNHEALTHY or _replaces_a_failed_replica(view):
         return DeploymentStatus.UNHEALTHY, trigger.HEALTH_CHECK_FAILED
     serving = sum(replica.state == "running" for replica in view.replicas)
     if view.backend_config.autoscaling_config is not None and serving != view.backend_config.num_replicas:

@@ -806,6 +806,31 @@ def test_an_application_is_imported_from_the_zip_that_is_its_working_dir(
     assert "default" in sent(controller)
 
 
+def test_a_module_finds_the_files_of_its_working_dir_when_it_is_imported(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    before = Path.cwd()
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "limit.txt").write_text("7")
+    (code / "with_file.py").write_text(
+        "import muster as serve\n"
+        "from pathlib import Path\nLIMIT = int(Path('limit.txt').read_text())\n"
+        "app = serve.deployment(max_ongoing_requests=LIMIT)(lambda request: LIMIT).bind()\n"
+    )
+    (tmp_path / "two.yaml").write_text(
+        "applications:\n"
+        "- {name: a, route_prefix: /a, import_path: 'with_file:app', runtime_env: {working_dir: code}}\n"
+        f"- {{name: b, route_prefix: /b, import_path: '{module}:app'}}\n"
+    )
+    result = muster("deploy", str(tmp_path / "two.yaml"))
+    assert result.exit_code == 0, result.output
+    (deployment,) = sent(controller)["a"].deployments
+    assert deployment.backend_config.max_concurrent_queries == 7
+    assert "b" in sent(controller)
+    assert Path.cwd() == before
+
+
 def test_parts_of_a_file_that_only_anchors_name_are_left_alone(
     muster: Muster, controller: Any, module: str, tmp_path: Path
 ) -> None:

@@ -286,6 +286,22 @@ def test_a_deployment_has_ray_serves_words(
         assert shown.message == "why"
 
 
+@pytest.mark.parametrize(
+    ("state", "message", "status"),
+    [
+        ("stopping", "its health checks failed", "UNHEALTHY"),
+        ("should_stop", "its health checks failed", "UNHEALTHY"),
+        ("stopping", "", "HEALTHY"),
+        ("running", "odd", "HEALTHY"),
+    ],
+)
+def test_a_deployment_is_unhealthy_while_a_failed_replica_stops(state: str, message: str, status: str) -> None:
+    other = msgspec.structs.replace(REPLICA, replica_tag="shop/a#1", state=state, message=message)
+    app = view_status(changed(replicas=[REPLICA, other]), [APPLICATION]).applications["shop"]
+    assert app.deployments["a"].status == status
+    assert app.status == ("UNHEALTHY" if status == "UNHEALTHY" else "RUNNING")
+
+
 def test_an_application_that_failed_names_its_failed_deployments() -> None:
     failed = msgspec.structs.replace(APPLICATION, message="why", goal_status=GoalStatus.FAILED)
     shown = view_status(changed(goal_status=GoalStatus.FAILED), [failed])
