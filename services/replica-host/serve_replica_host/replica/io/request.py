@@ -81,6 +81,8 @@ class ReplicaRequest:
     """The bus side was notified of new `pieces` and has not processed them yet."""
     # The user side's:
     has_started: bool = False
+    written_status: int = 0
+    """Status of a response that the code writes itself, such as an ASGI application; 0 until it begins."""
     work: asyncio.Task[Any] | None = None
     """The task; None until it runs, or if it ended at its first step."""
     reader: BodyReader | None = None

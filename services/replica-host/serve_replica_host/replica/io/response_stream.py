@@ -223,6 +223,7 @@ class ResponseStream:
         """Start the response. Its head is sent with the first part or, if ``soon``, at latest in the next iteration."""
         if self._is_open or self._opening is not None:
             raise RuntimeError("the answer was begun already")
+        self._exchange.written_status = status
         self._opening = Opened(self._exchange, status, headers)
         if soon:
             self._opening_soon = asyncio.get_running_loop().call_soon(self._open_now)

@@ -286,9 +286,10 @@ def log_request(outcome: IoEvent, now: float) -> None:
     exchange = outcome.exchange
     head = exchange.head
     is_http = head.kind in (RequestKind.HTTP, RequestKind.WEBSOCKET)
-    status: int | str = (
-        outcome.status if isinstance(outcome, WholeResponseEvent | Failed) else exchange.response_status
-    )
+    if isinstance(outcome, WholeResponseEvent | Failed):
+        status: int | str = outcome.status
+    else:
+        status = exchange.written_status or exchange.response_status
     if exchange.is_dropped and head.kind is not RequestKind.WEBSOCKET:
         status = "CANCELLED"
     elif isinstance(outcome, Failed) and not is_http:

@@ -628,6 +628,7 @@ async def test_a_task_that_dies_is_reported() -> None:
     [
         ({}, lambda: "x", "POST /shop/a%2Fb 200"),
         ({}, lambda: Response(status_code=404), "POST /shop/a%2Fb 404"),
+        ({}, lambda: StreamingResponse(iter([b"x"]), status_code=201), "POST /shop/a%2Fb 201"),
         ({}, lambda: 1 / 0, "POST /shop/a%2Fb 500"),
         ({"kind": RequestKind.CALL, "body_bytes": 0}, lambda: "x", "CALL __call__ OK"),
         ({"kind": RequestKind.CALL, "body_bytes": 0}, lambda: 1 / 0, "CALL __call__ ERROR"),
