@@ -409,8 +409,7 @@ async def test_frames_that_threads_send_at_once_and_large_ones_of_the_loop_do_no
         assert link.send_frame(b"l" * 8, large)
         sent += 1
         await asyncio.sleep(0)
-        while link.pending_bytes > 1_000_000:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: link.pending_bytes < 1_000_000, every_s=0.001)
     thread.join()
     await eventually(lambda: len(world.inbox.delivered) == sent + len(small))
     assert all(frame == large for token, frame in world.inbox.delivered if token == (b"l" * 8).hex().encode())
