@@ -344,7 +344,9 @@ def test_a_handle_is_pickled_as_names_and_options() -> None:
 
 
 def test_a_handle_is_of_the_replicas_own_application_unless_told() -> None:
-    with pytest.raises(RayServeException, match=r"^Please specify an application name .* a Serve application\.$"):
+    with pytest.raises(
+        RayServeException, match=r"^Please specify an application name .* a Serve application\.$"
+    ):
         get_deployment_handle("a")
     bus = BusSettings(servers=["nats://x"], user="", password="", inbox_prefix="_I", subject_prefix="serve")
     set_replica_context(

@@ -295,7 +295,9 @@ def test_a_deployment_has_ray_serves_words(
         ("running", "odd", "HEALTHY"),
     ],
 )
-def test_a_deployment_is_unhealthy_while_a_failed_replica_stops(state: str, message: str, status: str) -> None:
+def test_a_deployment_is_unhealthy_while_a_failed_replica_stops(
+    state: str, message: str, status: str
+) -> None:
     other = msgspec.structs.replace(REPLICA, replica_tag="shop/a#1", state=state, message=message)
     app = view_status(changed(replicas=[REPLICA, other]), [APPLICATION]).applications["shop"]
     assert app.deployments["a"].status == status
