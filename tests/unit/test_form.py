@@ -218,6 +218,7 @@ ALLOWED = {
     "_start_reading": "as in asyncio's transports",
     "_stop_reading": "as in asyncio's transports",
     "_reading_paused": "as in asyncio's transports",
+    "pause_reading": "as in asyncio's transports",
     "_TRACEBACK_BEGINS": "the text that a traceback begins with",
     "are_ahead_of": "a predicate, no accessor",
 }

@@ -41,7 +41,7 @@ USED: Final[dict[type, str]] = {
     Endpoint: "_subscription",
     web.RequestHandler: "_buffer_paused _close _force_close _keepalive_handle _keepalive_timeout _loop "
     "_max_msg_queue_size _message_tail _messages _next_keepalive_close_time _parser _pause_reading_for_buffer "
-    "_pause_transport_reading _paused _payload_parser _process_keepalive _reading_paused _request_count "
+    "_pause_transport_reading _paused _payload_parser _process_keepalive _read_bufsize _reading_paused _request_count "
     "_request_in_progress _resume_transport_reading _upgraded _waiter",
     web.Server: "_loop",
     web.BaseRequest: "_headers _message _prepare_hook _version",

@@ -69,11 +69,17 @@ class ReplicaDeploymentConfig(msgspec.Struct, frozen=True):
     """What a replica knows of its deployment's options, by Ray Serve's names; times are seconds."""
 
     num_replicas: int
+    """Replicas wanted."""
     max_ongoing_requests: int
+    """Requests that this replica works on at once."""
     user_config: Any
+    """Value that ``reconfigure`` got last."""
     graceful_shutdown_timeout_s: float
+    """Most seconds of a drain."""
     health_check_period_s: float
+    """Seconds between health checks."""
     health_check_timeout_s: float
+    """Seconds before a health check counts as failed."""
 
 
 class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol, final
+from typing import Final, Protocol, cast, final
 
 import structlog
 
@@ -206,11 +206,11 @@ class DirectLinks:
         """Open a link that the replica has accepted. Raises OSError."""
         has_changed = asyncio.Event()
 
-        def take_frame(_link: DirectLink, token: bytes, frame: bytes) -> None:
+        def take_frame(_link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
             if token == ACCEPTED_TOKEN:
                 has_changed.set()
             else:
-                self._inbox.deliver(token.hex().encode(), frame)
+                self._inbox.deliver(token.hex().encode(), cast("bytes", frame))
 
         def ended(link: DirectLink) -> None:
             has_changed.set()

@@ -48,8 +48,8 @@ _SMALL_BYTES_MAX: Final = 4 * 1024
 _MACHINE_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 
 Bytes = bytes | memoryview
-OnFrame = Callable[["DirectLink", bytes, bytes], None]
-"""Gets the link, the token and the frame."""
+OnFrame = Callable[["DirectLink", bytes, Bytes], None]
+"""Gets the link, the token and the frame; where the link lends frames, that may be a view good for the call only."""
 _Item = tuple[bytes, tuple[Bytes, ...], int]
 """Token, pieces, and their size."""
 
@@ -89,8 +89,12 @@ class DirectLink(asyncio.BufferedProtocol):
         on_end: Callable[[DirectLink], None],
         *,
         on_batch_end: Callable[[], None] | None = None,
+        lends_frames: bool = False,
     ) -> None:
-        """``on_batch_end`` is called when all frames of one read were delivered."""
+        """``on_batch_end`` is called when all frames of one read were delivered.
+
+        ``lends_frames``: large frames are views of the buffer for reading, for a receiver that keeps none of it.
+        """
         self.last_used_at = loop.time()
         """When a frame was last sent or received, by the loop's clock."""
         self.sent_frames = 0
@@ -99,6 +103,7 @@ class DirectLink(asyncio.BufferedProtocol):
         self._on_frame = on_frame
         self._on_end = on_end
         self._on_batch_end = on_batch_end
+        self._lends_frames = lends_frames
         self._thread = threading.get_ident()
         # RLock: a transport may pause or end while it is written to.
         self._writing = threading.RLock()
@@ -191,13 +196,15 @@ class DirectLink(asyncio.BufferedProtocol):
             stop = start + size
             if stop > end:
                 break
-            self._deliver(bytes(view[at + 4 : start]), bytes(view[start:stop]))
+            frame = view[start:stop]
+            is_lent = self._lends_frames and size > _SMALL_BYTES_MAX
+            self._deliver(bytes(view[at + 4 : start]), frame if is_lent else bytes(frame))
             at = stop
         if at == end:
             at = self._filled = 0
         self._parsed = at
 
-    def _deliver(self, token: bytes, frame: bytes) -> None:
+    def _deliver(self, token: bytes, frame: Bytes) -> None:
         self.received_frames += 1
         self._on_frame(self, token, frame)
 

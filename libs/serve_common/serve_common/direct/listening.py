@@ -77,7 +77,8 @@ class LinkListener:
     ) -> None:
         """``directory`` is where the socket is made, ``uids`` are the users whose processes may connect there.
 
-        ``tcp`` is where links of other machines are accepted. None of either: no such links.
+        ``tcp`` is where links of other machines are accepted. None of either: no such links. Links lend their frames to
+        ``on_frame``.
         """
         # A short name: such paths have 107 characters at most.
         self._path = None if directory is None else directory / secrets.token_urlsafe(16)
@@ -254,7 +255,9 @@ class LinkListener:
             former.close()
         if len(self._links) >= LINKS_MAX:
             min(self._inboxes, key=lambda link: link.last_used_at).close()
-        link = DirectLink(self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end)
+        link = DirectLink(
+            self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end, lends_frames=True
+        )
         self._links[inbox] = link
         self._inboxes[link] = inbox
         return link

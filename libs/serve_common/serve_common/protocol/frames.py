@@ -268,7 +268,7 @@ def encode_frame(head: Head, body: bytes | memoryview = b"") -> bytes:
     return b"".join((encode_head(head), body))
 
 
-def decode_frame(frame: bytes) -> tuple[Head, memoryview]:
+def decode_frame(frame: bytes | memoryview) -> tuple[Head, memoryview]:
     """The head and the body (a view into ``frame``). Raises `FrameUnreadable`."""
     if len(frame) < 2:
         raise FrameUnreadable(f"a frame of {len(frame)} bytes is too short")

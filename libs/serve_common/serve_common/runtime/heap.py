@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Final
 
-KEPT_BYTES_MAX: Final = 16 * 1024 * 1024
+RETAINED_BYTES_MAX: Final = 16 * 1024 * 1024
 """Freed bytes at the end of a heap (each thread has one) that it keeps; glibc's default begins with 128 KiB."""
 HEAP_BYTES_MAX: Final = 8 * 1024 * 1024
 """Larger blocks are mapped, and given back when they are freed; glibc's default begins with 128 KiB, and rises up to
@@ -30,7 +30,9 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return False
-    is_set: bool = mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES_MAX) and mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES_MAX)
+    is_set: bool = mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES_MAX) and mallopt(
+        _M_TRIM_THRESHOLD, RETAINED_BYTES_MAX
+    )
     return bool(is_set)
 
 

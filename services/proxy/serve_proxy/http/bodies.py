@@ -11,7 +11,7 @@ import select
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -22,6 +22,7 @@ from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, Upload
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
 from serve_common.runtime.heap import find_trim
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow
+from serve_proxy.http.raw_bodies import CountingConnection, RawBody
 
 _log = structlog.get_logger(__name__)
 
@@ -220,116 +221,9 @@ RAW_BYTES_MIN: Final = 128 * 1024
 """Least rest of a body that is read past the parser."""
 
 
-class RawConnection(Protocol):
-    """What a body needs of its connection to be read past the parser; implemented by `HttpConnection`."""
-
-    def start_raw_body(self, content: StreamReader, rest_bytes: int, body: RequestBody) -> RawBody | None:
-        """Read the rest of the body of ``content``, whose bytes so far were taken, into ``body``; None where the
-        connection cannot do that now.
-        """
-        ...
-
-    def end_raw_body(self) -> None:
-        """Go on with the parser, and with what is left of the body; may be called twice."""
-        ...
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """As of `asyncio.Protocol`, and so are the others."""
-        ...
-
-    def eof_received(self) -> bool | None: ...
-
-    def pause_writing(self) -> None: ...
-
-    def resume_writing(self) -> None: ...
-
-
-@final
-class RawBody(asyncio.BufferedProtocol):
-    """Reads the rest of a body of known size into the buffers from which it is sent to the replica.
-
-    Why past the parser: it would look at each byte, and copy it twice. Why a protocol: the loop then reads into these
-    buffers, and no task has to wake up for a piece. It stands in for its connection, which gets everything else.
-    """
-
-    def __init__(
-        self,
-        connection: RawConnection,
-        transport: asyncio.Transport,
-        content: StreamReader,
-        rest_bytes: int,
-        body: RequestBody,
-    ) -> None:
-        self.rest_bytes = rest_bytes
-        """Bytes that have not arrived yet."""
-        self.is_paused = False
-        """True while nothing is read, because the body has no space."""
-        self._connection = connection
-        self._transport = transport
-        self._content = content
-        self._body = body
-        self._is_lost = False
-        self._view = memoryview(b"")
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def wait(self) -> None:
-        """Wait until everything was read, or reading has to pause. Raises ConnectionError when the client is gone."""
-        if self.rest_bytes and not self.is_paused and not self._is_lost:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._is_lost:
-            raise ConnectionResetError("the client disconnected")
-
-    def resume(self) -> None:
-        """Go on after a pause."""
-        self.is_paused = False
-        if not self._is_lost:
-            self._transport.resume_reading()
-
-    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
-        if not self._view:
-            self._view = memoryview(bytearray(min(FRAME_BODY_BYTES_MAX, self.rest_bytes)))
-        return self._view
-
-    def buffer_updated(self, nbytes: int) -> None:
-        piece, self._view = self._view[:nbytes], self._view[nbytes:]
-        self.rest_bytes -= nbytes
-        self._content.total_bytes += nbytes
-        self._body.add(piece)
-        if not self.rest_bytes:
-            self._connection.end_raw_body()
-        elif self._body.has_space:
-            return
-        else:
-            self.is_paused = True
-            self._transport.pause_reading()
-        self._wake()
-
-    def eof_received(self) -> bool | None:
-        return self._connection.eof_received()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._is_lost = True
-        self._connection.connection_lost(exc)
-        self._wake()
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 async def feed_body(
     request: web.BaseRequest,
-    connection: RawConnection,
+    connection: CountingConnection,
     body: RequestBody,
     options: HttpOptions,
     memory: UploadMemory,
@@ -374,7 +268,7 @@ async def feed_body(
         return  # the client disconnected; the request is cancelled where its response is awaited
 
 
-def _start_raw(request: web.BaseRequest, connection: RawConnection, body: RequestBody) -> RawBody | None:
+def _start_raw(request: web.BaseRequest, connection: CountingConnection, body: RequestBody) -> RawBody | None:
     """Read the rest past the parser if it is large, of known size, and what has arrived was taken."""
     content = request.content
     announced = request.content_length

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import structlog
-from aiohttp import HttpVersion11, hdrs, web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
@@ -25,12 +25,11 @@ from aiohttp.web_protocol import _ErrInfo
 from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import HeadersTooLarge
-from serve_common.dispatch.request_body import RequestBody
 from serve_common.errors import ServeError
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_problem
-from serve_proxy.http.bodies import RawBody
 from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path
+from serve_proxy.http.raw_bodies import CountingConnection
 from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.responses import SERVER_NAME, problem_response
 from serve_proxy.shell.ingress import Ingress
@@ -62,8 +61,6 @@ _DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024
 """Maximum bytes discarded; a client with more to send must read its response before."""
 _DROP_INTERVAL_S: Final = 0.005
 """Seconds between two reads of a body that is discarded, so that other bodies are read meanwhile."""
-COUNTED_BYTES_MIN: Final = 16 * 1024
-"""Least size of a body that does not reach the parser: looking at each byte costs more than another parser."""
 _EMPTY_PARTS_MAX: Final = 16
 """Parts of one read that may contain no complete head before the rest is parsed at once."""
 
@@ -101,7 +98,7 @@ class ConnectionOwner(Protocol):
         ...
 
 
-class HttpConnection(web.RequestHandler):
+class HttpConnection(CountingConnection):
     """One client's connection; invalid HTTP gets the same error format as everything else.
 
     Requests on the fast path (`fast_path`) are started here, in the order of arrival: one is started only while no
@@ -114,12 +111,8 @@ class HttpConnection(web.RequestHandler):
         "_fast_path",
         "_head_timer",
         "_http",
-        "_last_bytes",
-        "_last_payload",
         "_linger_timer",
         "_peer",
-        "_raw",
-        "_rest_bytes",
         "_stream_task",
         "_unparsed",
     )
@@ -131,20 +124,13 @@ class HttpConnection(web.RequestHandler):
         """The request on the fast path that is in flight."""
         self._stream_task: OwnedTask | None = None
         self._peer = ""
-        self._last_payload: StreamReader = EMPTY_PAYLOAD
         self._head_timer: asyncio.TimerHandle | None = None
         """Runs while the head of a request has arrived in part."""
-        self._last_bytes = b""
-        """The last bytes received, when they may be part of the end of a head."""
         self._unparsed = b""
         """Bytes received after the maximum of queued requests."""
         self._drop_bytes_left: int | None = None
         """After `drop_rest`, how many more bytes may be read; otherwise None."""
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._raw: RawBody | None = None
-        """Reads a body past the parser, in the place of this."""
-        self._rest_bytes = 0
-        """What is left of a body whose bytes are counted here, and do not reach the parser."""
 
     @property
     def peer(self) -> str:
@@ -369,88 +355,6 @@ class HttpConnection(web.RequestHandler):
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-    # -- bodies past the parser --
-
-    def start_raw_body(self, content: StreamReader, rest_bytes: int, body: RequestBody) -> RawBody | None:
-        """As of `RawConnection`."""
-        transport = self.transport
-        if (
-            transport is None
-            or transport.is_closing()
-            or content is not self._last_payload
-            or content.is_eof()
-            or self._reading_paused  # then the parser may hold a part of it
-            or self._upgraded
-            or self._force_close
-        ):
-            return None
-        self._rest_bytes = 0
-        raw = self._raw = RawBody(self, transport, content, rest_bytes, body)
-        self._read_as(raw)
-        return raw
-
-    def end_raw_body(self) -> None:
-        """As of `RawConnection`."""
-        raw, self._raw = self._raw, None
-        if raw is None or self.transport is None:
-            return
-        self._rest_bytes = raw.rest_bytes
-        self._read_as(self)
-        if not self._rest_bytes:
-            self._end_counted_body()
-
-    def _read_as(self, protocol: asyncio.BaseProtocol) -> None:
-        """Let ``protocol`` read from now on. Paused meanwhile: how bytes are read is decided when reading starts."""
-        transport = self.transport
-        assert transport is not None, "it is open"
-        self._pause_transport_reading()
-        transport.set_protocol(protocol)
-        self._resume_transport_reading()
-
-    def _starts_counted_body(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        """True when a large body of known size begins: its bytes are counted here, and do not reach the parser."""
-        if payload.is_eof() or payload.total_bytes or message.chunked or message.upgrade:
-            return False
-        announced = int(message.headers.get(hdrs.CONTENT_LENGTH, "0"))  # the parser has checked it
-        if announced < COUNTED_BYTES_MIN:
-            return False
-        self._rest_bytes = announced
-        return True
-
-    def _take_counted(self, data: bytes) -> bytes:
-        """Take the part of ``data`` that belongs to the counted body; returns what comes after it."""
-        rest = data[: self._rest_bytes]
-        self._last_payload.feed_data(rest)  # which may pause reading
-        self._rest_bytes -= len(rest)
-        if self._rest_bytes:
-            return b""
-        self._end_counted_body()
-        return data[len(rest) :]
-
-    def _end_counted_body(self) -> None:
-        """A body has ended of which the parser saw the beginning only: the next request gets another parser."""
-        self._last_bytes = b""
-        self._parser = HttpRequestParser(
-            self,
-            self._loop,
-            self._read_bufsize,
-            max_line_size=self.max_line_size,
-            max_field_size=self.max_field_size,
-            max_headers=self.max_headers,
-            payload_exception=web.RequestPayloadError,
-            auto_decompress=False,
-            max_msg_queue_size=self._max_msg_queue_size,
-        )
-        self._last_payload.feed_eof()
-
-    def pause_reading(self) -> None:
-        """Pause for the buffer of a body; the parser knows nothing of one that does not reach it."""
-        if self._rest_bytes:
-            self._reading_paused = True
-            self._pause_transport_reading()
-        else:
-            super().pause_reading()
 
     # -- time --
 

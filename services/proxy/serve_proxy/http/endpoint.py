@@ -38,8 +38,9 @@ from serve_proxy.core.headers import (
     use_host,
 )
 from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, UnknownCoding, build_problem
-from serve_proxy.http.bodies import RawConnection, body_need, check_announced, feed_body, receive_body
+from serve_proxy.http.bodies import body_need, check_announced, feed_body, receive_body
 from serve_proxy.http.middlewares import MiddlewareRequestState
+from serve_proxy.http.raw_bodies import CountingConnection
 from serve_proxy.http.responses import problem_response, respond, whole_bytes
 from serve_proxy.http.websockets import HttpSockets
 from serve_proxy.shell.ingress import Ingress
@@ -365,7 +366,7 @@ class EndpointHandler:
         )
         if spec.upload is None:
             return await self._forward(request, spec, state)
-        connection = cast("RawConnection", request.protocol)
+        connection = cast("CountingConnection", request.protocol)
         feeding = feed_body(request, connection, spec.upload, options, self._memory)
         feeder = self._tasks.start(feeding, name="upload")
         try:

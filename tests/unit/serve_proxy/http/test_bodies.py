@@ -14,8 +14,8 @@ import pytest
 from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
-from serve_proxy.http.bodies import RAW_BYTES_MIN, RawBody
-from serve_proxy.http.connection import COUNTED_BYTES_MIN
+from serve_proxy.http.bodies import RAW_BYTES_MIN
+from serve_proxy.http.raw_bodies import COUNTED_BYTES_MIN, RawBody
 from tests.support.http_desk import HOST, Desk, goes_on, listening, read_answer, whole
 from tests.support.waiting import eventually
 

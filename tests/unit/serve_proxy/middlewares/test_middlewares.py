@@ -22,7 +22,7 @@ from serve_proxy.middlewares.api_keys import parse_keys
 from serve_proxy.middlewares.cors import read_cors_rules
 from serve_proxy.middlewares.rate_limit import CallerBuckets, read_rate_rules
 from serve_proxy.shell.ingress import MiddlewareRefused
-from tests.unit.serve_proxy.http.test_fast_path import FakeIngress
+from tests.support.http_desk import FakeIngress
 
 KEY = "a-key-of-enough-characters"
 

@@ -179,15 +179,15 @@ class ReplicaProtocol:
         self._link_lost_at = self._now()
         self._idle_sockets.restart()
 
-    def link_of(self, reply: bytes) -> DirectLink | None:
+    def get_link(self, reply: bytes) -> DirectLink | None:
         """The link that the request with this reply subject came by; on any thread."""
         return self._links.get(reply)
 
-    def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes) -> None:
-        """Process a frame that came over ``link`` for the request of ``reply``."""
+    def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes | memoryview) -> None:
+        """Process a frame that came over ``link`` for the request of ``reply``; nothing of ``payload`` is kept."""
         links = self._links
         links[reply] = link
-        self.handle_frame(b"", reply, payload, None)
+        self._handle(reply, payload)
         exchange = self._exchanges.get(reply)
         if exchange is not None:
             exchange.is_direct = True
@@ -208,6 +208,9 @@ class ReplicaProtocol:
 
     def handle_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         """Process a frame."""
+        self._handle(reply, payload)
+
+    def _handle(self, reply: bytes, payload: bytes | memoryview) -> None:
         try:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:

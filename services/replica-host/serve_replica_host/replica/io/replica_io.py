@@ -280,7 +280,7 @@ class ReplicaIO:
             self._on_response_sent,
             lambda: self._protocol.in_flight,
             time.monotonic,
-            link_of=self._protocol.link_of,
+            get_link=self._protocol.get_link,
         )
         self.user_executor: Final = UserExecutor(code, io_queue.put, self._direct, traces)
         connection.reader = self._reader
@@ -367,7 +367,7 @@ class ReplicaIO:
             self._user_queue.gather()  # `after_messages` ends that
             self._protocol.handle_bus_frame(subject, reply, payload, headers)
 
-    def _take_link_frame(self, link: DirectLink, token: bytes, frame: bytes) -> None:
+    def _take_link_frame(self, link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
         listener = self._listener
         if listener is None:
             return

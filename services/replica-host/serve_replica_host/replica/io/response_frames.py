@@ -426,10 +426,10 @@ class DirectResponses:
         in_flight: Callable[[], int],
         now: Callable[[], float],
         *,
-        link_of: Callable[[bytes], DirectLink | None] = lambda _reply: None,
+        get_link: Callable[[bytes], DirectLink | None] = lambda _reply: None,
     ) -> None:
         """``io_queue`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is
-        the number of requests with a slot. ``now`` is `time.monotonic`. ``link_of`` finds the link that the request of
+        the number of requests with a slot. ``now`` is `time.monotonic`. ``get_link`` finds the link that the request of
         a reply subject came by.
         """
         self._writer = writer
@@ -437,7 +437,7 @@ class DirectResponses:
         self._take_left = take_left
         self._in_flight = in_flight
         self._now = now
-        self._link_of = link_of
+        self._get_link = get_link
         self._batch: list[bytes] = []
         self._link_batches: dict[DirectLink, list[tuple[bytes, bytes]]] = {}
         self._is_corked = False
@@ -446,7 +446,7 @@ class DirectResponses:
     def send(self, outcome: WholeResponseEvent) -> None:
         """Send the response with all others of this iteration of the loop, or pass it to the bus side."""
         exchange, body, now = outcome.exchange, outcome.body, self._now()
-        link = self._link_of(exchange.reply) if exchange.is_direct else None
+        link = self._get_link(exchange.reply) if exchange.is_direct else None
         if (
             exchange.is_dropped
             or now >= exchange.deadline
