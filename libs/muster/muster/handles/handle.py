@@ -117,9 +117,9 @@ class DeploymentHandle(Generic[T]):
                 "_run_router_in_separate_loop", "must be true: one router serves the whole process"
             )
         _warn_of_locality(_prefer_local_routing)
-        self._has_started = True
         if self._post is None:
             runtime()
+        self._has_started = True
 
     def running_replicas_populated(self) -> bool:
         """Whether the router knows running replicas of the deployment; false before it was started."""
@@ -138,7 +138,6 @@ class DeploymentHandle(Generic[T]):
         stack is found.
         """
         options = self._options
-        self._has_started = True
         now = time.monotonic()
         unix_now = 0.0 if options.absolute_slo_ms is None else _clock.now()
         context = request_context.get()
@@ -166,6 +165,7 @@ class DeploymentHandle(Generic[T]):
         )
         bind_to_request(call)
         post(call)
+        self._has_started = True
         if sources is not None:
             for source in sources.awaited():
                 source.add_done_waker(lambda: post(call))

@@ -205,15 +205,12 @@ _FAILED_TO_START: Final = (
 
 
 def _replaces_a_failed_replica(view: DeploymentView) -> bool:
-    """True while a replica stops that had to be replaced.
+    """True while a replica is told to stop because it failed.
 
     Why: a spare one takes its place within milliseconds, and who watches as for Ray Serve, which starts one, would see
     nothing of it.
     """
-    return any(
-        replica.message and _REPLICA_STATES.get(replica.state) is ReplicaState.STOPPING
-        for replica in view.replicas
-    )
+    return any(replica.message and replica.state == "should_stop" for replica in view.replicas)
 
 
 def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, DeploymentStatusTrigger]:

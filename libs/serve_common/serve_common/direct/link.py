@@ -11,6 +11,8 @@ router first sends its ticket, and uses the link once the replica has accepted t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
 import os
 import socket
 import threading
@@ -114,7 +116,7 @@ class DirectLink(asyncio.BufferedProtocol):
         self._is_ended = False
         self._is_tcp = False
         # reading
-        self._view = memoryview(bytearray(_READ_BYTES))
+        self._view = memoryview(mmap.mmap(-1, _READ_BYTES))
         self._parsed = 0
         self._filled = 0
         # writing
@@ -151,9 +153,10 @@ class DirectLink(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
         self._is_tcp = transport.get_extra_info("ssl_object") is not None
         if not self._is_tcp:
-            self._descriptor = os.dup(transport.get_extra_info("socket").fileno())
-            with socket.socket(fileno=os.dup(self._descriptor)) as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            with contextlib.suppress(OSError):  # no descriptor is free: then only the loop writes
+                self._descriptor = os.dup(transport.get_extra_info("socket").fileno())
+                with socket.socket(fileno=os.dup(self._descriptor)) as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
         view, parsed, filled = self._view, self._parsed, self._filled
@@ -165,6 +168,7 @@ class DirectLink(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
+        self.last_used_at = self._loop.time()
         self._parse()
         if self._on_batch_end is not None:
             self._on_batch_end()

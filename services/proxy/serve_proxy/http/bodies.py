@@ -249,6 +249,8 @@ async def feed_body(
                         await _wait_for_memory(request, body)
                         raw.resume()
                 if raw is not None:
+                    if not raw.rest_bytes:
+                        body.end()  # a middleware may have read a part, so that fewer bytes came than were announced
                     return
                 is_waiting = True
                 data = await (content.read(FRAME_BODY_BYTES_MAX) if memory.is_crowded else content.readany())

@@ -402,7 +402,8 @@ class HttpConnection(CountingConnection):
             self._last_payload.read_nowait()
         self._unparsed = b""
         self._drop_bytes_left = _DROPPED_BYTES_MAX
-        transport.write_eof()
+        if transport.can_write_eof():  # TLS cannot: its client sees the end of the answer by its length
+            transport.write_eof()
         self._drop(0)
         self._linger(self._loop.time() + _LINGER_TIMEOUT_S)
 

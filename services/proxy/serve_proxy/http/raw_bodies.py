@@ -46,8 +46,9 @@ class CountingConnection(web.RequestHandler):
             or transport.is_closing()
             or content is not self._last_payload
             or content.is_eof()
-            or self._reading_paused  # then the parser may hold a part of it
-            or self._upgraded
+            or rest_bytes
+            != self._rest_bytes  # a middleware has changed a header, or the parser has a part of it
+            or self._reading_paused
             or self._force_close
         ):
             return None

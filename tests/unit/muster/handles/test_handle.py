@@ -223,6 +223,13 @@ def test_a_handle_is_initialized_once_the_process_has_a_router(monkeypatch: pyte
     handle, started = DeploymentHandle("a", "default"), list[int]()
     assert not handle.is_initialized
     assert not handle.running_replicas_populated()
+
+    def fail() -> None:
+        raise BusUnavailable("not yet")
+
+    monkeypatch.setattr(handle_module, "runtime", fail)
+    with pytest.raises(BusUnavailable):
+        handle._init()
     monkeypatch.setattr(handle_module, "runtime", lambda: started.append(1))
     with pytest.raises(BadField, match="one router"):
         handle._init(_run_router_in_separate_loop=False)

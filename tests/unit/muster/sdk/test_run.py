@@ -289,9 +289,9 @@ def test_a_deployment_has_ray_serves_words(
 @pytest.mark.parametrize(
     ("state", "message", "status"),
     [
-        ("stopping", "its health checks failed", "UNHEALTHY"),
         ("should_stop", "its health checks failed", "UNHEALTHY"),
-        ("stopping", "", "HEALTHY"),
+        ("should_stop", "", "HEALTHY"),
+        ("stopping", "has been stopping for too long", "HEALTHY"),
         ("running", "odd", "HEALTHY"),
     ],
 )

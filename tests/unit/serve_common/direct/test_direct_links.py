@@ -416,3 +416,12 @@ async def test_frames_that_threads_send_at_once_and_large_ones_of_the_loop_do_no
     got = [frame for token, frame in world.inbox.delivered if token == (b"s" * 8).hex().encode()]
     assert sorted(got) == small
     assert (sent_now > 0) is not link.is_tcp
+
+
+@with_links
+async def test_a_link_that_only_receives_is_in_use(world: World) -> None:
+    link = await world.dial()
+    world.other_end.last_used_at = 0.0
+    assert link.send_frame(b"%08d" % 1, b"one")
+    await eventually(lambda: world.taken)
+    assert world.other_end.last_used_at > 0.0

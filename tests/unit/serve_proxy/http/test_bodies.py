@@ -8,14 +8,21 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 
 import pytest
+import uvloop
 
 from serve_common.config.backend import HttpOptions
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
+from serve_proxy.http import connection
 from serve_proxy.http.bodies import RAW_BYTES_MIN
-from serve_proxy.http.raw_bodies import COUNTED_BYTES_MIN, RawBody
+from serve_proxy.http.raw_bodies import COUNTED_BYTES_MIN, CountingConnection, RawBody
+from serve_proxy.http.server import HttpServer
+from serve_proxy.http.tls import load_context
+from serve_proxy.settings import TlsSettings
+from tests.support.certificates import Certificate
 from tests.support.http_desk import HOST, Desk, goes_on, listening, read_answer, whole
 from tests.support.waiting import eventually
 
@@ -194,3 +201,44 @@ async def test_invalid_bytes_behind_a_large_body_are_refused_and_the_body_is_ans
     assert (await read_answer(reader))[0] == 200
     assert (await read_answer(reader))[0] == 400
     assert await asyncio.wait_for(reader.read(), 30) == b""
+
+
+def test_a_refused_upload_over_tls_is_answered_and_then_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_LINGERS_IDLE_S", 0.1)
+    certificate = Certificate(tmp_path)
+    settings = TlsSettings(
+        cert_file=str(certificate.cert_file), key_file=str(certificate.key_file), key_password=""
+    )
+
+    async def main() -> None:
+        desk = Desk(HttpOptions(body_bytes_max=100))
+        desk.server = HttpServer(desk.requests, desk.ingress, load_context(settings))
+        async with listening(desk):
+            host, _, port = desk.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=certificate.trust())
+            writer.write(post(MIB) + bytes(MIB // 2))
+            assert (await read_answer(reader))[0] == 413
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+            writer.close()
+
+    uvloop.run(main())
+
+
+async def test_only_the_length_that_the_client_has_sent_ends_a_body(desk: Desk) -> None:
+    reader, writer = await desk.connect()
+    writer.write(post(4 * MIB))
+    await eventually(lambda: desk.server.connections)
+    (connected,) = desk.server._http.connections
+    await eventually(lambda: connected._last_payload.total_bytes or connected._rest_bytes)
+    assert isinstance(connected, CountingConnection)
+    content = connected._last_payload
+    body = RequestBody(b"x", desk.ingress.memory, 4 * MIB)
+    assert connected.start_raw_body(content, 4 * MIB - 1, body) is None, "another length than the client's"
+    raw = connected.start_raw_body(content, 4 * MIB, body)
+    assert raw is not None
+    connected.end_raw_body()
+    assert connected._rest_bytes == 4 * MIB
+    writer.close()
+    del reader
