@@ -71,7 +71,9 @@ async def test_links_and_connections_that_are_cut_at_any_byte_fail_no_request_an
     assert storm.failures == []
     assert storm.twice == []
     assert storm.served.keys() == set(link_cuts.KINDS)
-    assert storm.link_cuts > CUT_REQUESTS / 100, "the links of one host's replicas; those of the other are TCP"
+    assert storm.link_cuts > CUT_REQUESTS / 100, (
+        "the links of one host's replicas; those of the other are TCP"
+    )
     assert storm.rolls >= 1
     assert storm.nats_cuts >= 1
 
