@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from serve_common.api.views import ApplicationView, DeploymentView, GoalStatus, StatusView
+from serve_common.api.views import (
+    HEALTH_CHECKS_FAILED,
+    ApplicationView,
+    DeploymentView,
+    GoalStatus,
+    StatusView,
+)
 from serve_common.api.views import DeploymentStatus as Health
 
 
@@ -205,12 +211,12 @@ _FAILED_TO_START: Final = (
 
 
 def _replaces_a_failed_replica(view: DeploymentView) -> bool:
-    """True while a replica is told to stop because it failed.
+    """True while a replica stops because its health checks failed.
 
     Why: a spare one takes its place within milliseconds, and who watches as for Ray Serve, which starts one, would see
     nothing of it.
     """
-    return any(replica.message and replica.state == "should_stop" for replica in view.replicas)
+    return any(replica.message == HEALTH_CHECKS_FAILED for replica in view.replicas)
 
 
 def _deployment_status(view: DeploymentView) -> tuple[DeploymentStatus, DeploymentStatusTrigger]:

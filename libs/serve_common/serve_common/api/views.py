@@ -51,6 +51,10 @@ class DeploymentStatus(Enum):
     DELETED = "deleted"
 
 
+HEALTH_CHECKS_FAILED = "its health checks failed"
+"""Message of a replica that is replaced for that, until it has stopped."""
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """One replica; ``state`` is its state in the controller."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.api.views import HEALTH_CHECKS_FAILED
 from serve_common.clock import backoff_s
 from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
@@ -47,7 +48,9 @@ def with_event(draft: Draft, replica: Replica, event: TransitionEvent, now: floa
         return None
     if state is replica.state:
         return replica
-    result = msgspec.structs.replace(replica, state=state, since=now, message="")
+    # Why it has to stop stays of interest until it has.
+    message = replica.message if state is ReplicaState.STOPPING else ""
+    result = msgspec.structs.replace(replica, state=state, since=now, message=message)
     draft.put(result)
     return result
 
@@ -175,7 +178,7 @@ def _apply_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now:
         _count_failure(draft, replica, report.error or "its health checks fail", now)
     stopping = with_event(draft, unhealthy, TransitionEvent.UNWANTED, now)
     assert stopping is not None
-    draft.put(msgspec.structs.replace(stopping, message="its health checks failed"))
+    draft.put(msgspec.structs.replace(stopping, message=HEALTH_CHECKS_FAILED))
 
 
 def _apply_end(draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float) -> None:

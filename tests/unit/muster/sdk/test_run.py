@@ -31,6 +31,7 @@ from muster.sdk.client import find_address
 from muster.sdk.run import DeployFailed, wait_serving
 from muster.sdk.states import view_status
 from serve_common.api.views import (
+    HEALTH_CHECKS_FAILED,
     ApplicationView,
     DeploymentView,
     GoalStatus,
@@ -289,7 +290,8 @@ def test_a_deployment_has_ray_serves_words(
 @pytest.mark.parametrize(
     ("state", "message", "status"),
     [
-        ("should_stop", "its health checks failed", "UNHEALTHY"),
+        ("should_stop", HEALTH_CHECKS_FAILED, "UNHEALTHY"),
+        ("stopping", HEALTH_CHECKS_FAILED, "UNHEALTHY"),
         ("should_stop", "", "HEALTHY"),
         ("stopping", "has been stopping for too long", "HEALTHY"),
         ("running", "odd", "HEALTHY"),
