@@ -227,7 +227,7 @@ def test_a_refused_upload_over_tls_is_answered_and_then_closed(
 
 
 async def test_only_the_length_that_the_client_has_sent_ends_a_body(desk: Desk) -> None:
-    reader, writer = await desk.connect()
+    _, writer = await desk.connect()
     writer.write(post(4 * MIB))
     await eventually(lambda: desk.server.connections)
     (connected,) = desk.server._http.connections
@@ -241,4 +241,3 @@ async def test_only_the_length_that_the_client_has_sent_ends_a_body(desk: Desk) 
     connected.end_raw_body()
     assert connected._rest_bytes == 4 * MIB
     writer.close()
-    del reader
