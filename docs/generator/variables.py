@@ -212,6 +212,7 @@ SECTIONS: Final = (
             Variable("MUSTER_PROXY_ID", (ProxySettings, "proxy_id")),
             Variable("MUSTER_HTTP_HOST", (ProxySettings, "http_host")),
             Variable("MUSTER_HTTP_PORT", (ProxySettings, "http_port")),
+            Variable("MUSTER_HTTP_CLOSES_WHEN_SHUT_DOWN", (ProxySettings, "closes_when_shut_down")),
             Variable("MUSTER_HTTP_TLS_CERT_FILE", (TlsSettings, "cert_file")),
             Variable("MUSTER_HTTP_TLS_KEY_FILE", (TlsSettings, "key_file")),
             Variable(

@@ -55,6 +55,8 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Address that HTTP is served on."""
     http_port: int
     """TCP port that HTTP is served on; 0 lets the system choose."""
+    closes_when_shut_down: bool = False
+    """Whether the port is closed from a shutdown until the next deploy, as Ray Serve's is."""
     http: HttpOptions
     """Defaults until the controller has published HTTP options."""
     tls: TlsSettings | None = None
@@ -92,6 +94,7 @@ def read_settings(environment: Environment) -> ProxySettings:
         operations=read_operations_settings(environment, 9102),
         http_host=environment.text("MUSTER_HTTP_HOST", "127.0.0.1"),
         http_port=environment.integer("MUSTER_HTTP_PORT", 8000, 0, 65_535),
+        closes_when_shut_down=environment.integer("MUSTER_HTTP_CLOSES_WHEN_SHUT_DOWN", 0, 0, 1) == 1,
         http=HttpOptions(
             request_timeout_s=environment.seconds(
                 "MUSTER_REQUEST_TIMEOUT_S", defaults.request_timeout_s, 0.1, 86_400

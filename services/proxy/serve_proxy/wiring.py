@@ -98,6 +98,7 @@ class Proxy:
             nothing=NO_MIDDLEWARES,
             load=load_middlewares,
             use=lambda options, loaded: requests.use(options, loaded),  # noqa: PLW0108 - made below
+            listen=self._listen if settings.closes_when_shut_down else None,
             on_applied=lambda snapshot_id: self._ingress.on_http_options_applied(snapshot_id),  # noqa: PLW0108 - as above
         )
         self._ingress = Ingress(
@@ -286,6 +287,15 @@ class Proxy:
     @property
     def _in_flight(self) -> int:
         return self.http.in_flight + self._gateway.in_flight
+
+    async def _listen(self, is_wanted: bool) -> None:  # noqa: FBT001 - the only argument
+        if self._ingress.is_draining:
+            return
+        if is_wanted:
+            await self.http.listen_again()
+        else:
+            await self.http.stop_listening()
+            self.http.close_idle()
 
     def _on_applied(self) -> None:
         self._reports.wake()

@@ -150,7 +150,7 @@ class Loop:
         return None
 
     def _is_refused(self, options: HttpOptions) -> bool:
-        return bool(self.missing_middlewares & set(options.middlewares))
+        return options is not None and bool(self.missing_middlewares & set(options.middlewares))
 
     def plan(self) -> ReconcilePlan:
         """One plan of what is known now, checked against every promise, not yet recorded."""

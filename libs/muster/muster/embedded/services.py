@@ -218,6 +218,7 @@ class ServiceSpecs:
             "MUSTER_MIDDLEWARE_DIR": environment.get("MUSTER_MIDDLEWARE_DIR") or str(self._app_root),
             "MUSTER_HTTP_HOST": self._options.http_host,
             "MUSTER_HTTP_PORT": str(self._ports["http"]),
+            "MUSTER_HTTP_CLOSES_WHEN_SHUT_DOWN": "1",
             "MUSTER_PROXY_PROCESSES": str(self._options.proxy_processes),
             "MUSTER_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
         }

@@ -30,6 +30,7 @@ class _Response(Generic[R]):
 
     def __init__(self, call: HandleCall) -> None:
         self._call = call
+        self._was_asked_to_cancel = False
 
     @property
     def call(self) -> HandleCall:
@@ -47,20 +48,22 @@ class _Response(Generic[R]):
         return self._call.request_id
 
     def cancel(self) -> None:
-        """Cancel the call: the replica's task is cancelled at once. Does nothing when the response has arrived."""
+        """Cancel the call: the replica's task is cancelled at once. A response that has arrived stays."""
+        self._was_asked_to_cancel = True
         self._call.cancel()
 
     def cancelled(self) -> bool:
-        """True when the call was cancelled, by `cancel` or with the request that it belongs to."""
+        """True after `cancel`, also of a call that has run to its end, and when its request was cancelled."""
         call = self._call
-        return call.is_cancelled or (
-            call.outcome is not None and isinstance(call.outcome.failure, RequestCancelledError)
-        )
+        if self._was_asked_to_cancel or call.is_cancelled:
+            return True
+        return call.outcome is not None and isinstance(call.outcome.failure, RequestCancelledError)
 
     def __reduce__(self) -> NoReturn:
         raise PermanentError(
-            f"`{type(self).__name__}` is not serializable: pass it to remote() as an argument by itself. One "
-            "that stands within another value, such as a list or dictionary, must be awaited first"
+            f"`{type(self).__name__}` is not serializable. If you are passing the `{type(self).__name__}` in a nested "
+            "object (e.g. a list or dictionary) to a downstream deployment handle call, that is no longer supported. "
+            f"Please only pass `{type(self).__name__}` objects as top level arguments, or await them first."
         )
 
 

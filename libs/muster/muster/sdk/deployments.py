@@ -244,6 +244,10 @@ class Deployment:
         """Logging of the replicas."""
         return self._options.logging_config
 
+    def set_logging_config(self, logging_config: dict[str, Any] | LoggingConfig | None) -> None:
+        """Change how the replicas log, of this object itself. Raises as ``@serve.deployment`` does."""
+        self._options = self.options(logging_config=logging_config)._options
+
     @property
     def _deployment_config(self) -> DeploymentOptions:
         """Ray Serve's name for ``deployment_options``, which tests read."""
@@ -278,7 +282,7 @@ class Deployment:
 
     def options(self, func_or_class: Callable[..., Any] | None = None, **options: Any) -> Deployment:
         """A copy with changed options, those of ``@serve.deployment``; others stay. Raises as that does."""
-        values = _check_names(options, "Deployment.options")
+        values = _check_names(options, "Deployment.options", "Deployment.options()")
         checked = self._options.model_copy(deep=True)
         _apply(values, checked)
         actor = _check_actor({**self._actor, **values})
@@ -324,7 +328,7 @@ def deployment(_func_or_class: Any = None, **options: Any) -> Any:
     TypeError for an unknown option, and ValueError (Pydantic's ValidationError is one) for a value out of range, or an
     option that Muster does not have.
     """
-    values = _check_names(options, "deployment")
+    values = _check_names(options, "deployment", "@serve.deployment")
     checked = DeploymentOptions()
     _apply(values, checked)
     actor = _check_actor({"ray_actor_options": None, "max_replicas_per_node": None, **values})
@@ -356,7 +360,7 @@ _TARGET: Final = inspect.Parameter("_func_or_class", inspect.Parameter.POSITIONA
 deployment.__signature__ = _signature(_TARGET)  # type: ignore[attr-defined]
 
 
-def _check_names(options: Mapping[str, Any], function: str) -> dict[str, Any]:
+def _check_names(options: Mapping[str, Any], function: str, shown: str) -> dict[str, Any]:
     """The options that are set. Raises TypeError for an unknown one, ValueError for what Muster does not have."""
     for name in options:
         if name not in _NAMES:
@@ -364,7 +368,7 @@ def _check_names(options: Mapping[str, Any], function: str) -> dict[str, Any]:
     values = {name: value for name, value in options.items() if value is not DEFAULT.VALUE}
     if "version" in values:
         raise ValueError(
-            f"`version` in `{function}` has been removed. Serve manages deployment versions internally."
+            f"`version` in `{shown}` has been removed. Serve manages deployment versions internally."
         )
     if values.get("max_ongoing_requests", 0) is None:
         raise ValueError("`max_ongoing_requests` must be non-null, got None.")

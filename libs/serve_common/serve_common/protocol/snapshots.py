@@ -74,10 +74,13 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     """Code version of each replica while more than one runs; empty when all run the same one."""
 
 
-class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http"):
+class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http", omit_defaults=True):
     """Options that proxies apply to every request; they may change while proxies run."""
 
-    options: HttpOptions
+    options: HttpOptions | None
+    """None: the proxies' own defaults."""
+    is_shut_down: bool = False
+    """Everything was shut down and nothing deployed since: proxies that are set to do so close their port."""
 
 
 SnapshotContent = EndpointSnapshot | BackendSnapshot | HttpSnapshot

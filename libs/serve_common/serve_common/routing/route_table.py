@@ -75,6 +75,8 @@ class HttpChange(msgspec.Struct, frozen=True, kw_only=True):
     """None: the options were removed."""
     snapshot_id: int
     """Id of the snapshot; 0 when its key is gone."""
+    is_shut_down: bool = False
+    """As in `HttpSnapshot`."""
 
 
 class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +178,7 @@ class SnapshotTable:
                 http = HttpChange(
                     options=None if content is None else content.options,
                     snapshot_id=0 if snapshot is None else snapshot.snapshot_id,
+                    is_shut_down=content is not None and content.is_shut_down,
                 )
             else:
                 assert content is None or isinstance(content, BackendSnapshot)

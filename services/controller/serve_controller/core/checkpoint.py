@@ -283,7 +283,7 @@ class Checkpoint(Indices):
     @property
     def http_options(self) -> HttpOptions:
         """The HTTP options of all proxies; the defaults until they are changed."""
-        return HttpOptions() if self.http is None else self.http.target
+        return (self.http and self.http.target) or HttpOptions()
 
     def lookup(self, key: Key) -> CheckpointObject | None:  # noqa: C901, PLR0912 - a table
         """The object under ``key`` or None."""
@@ -346,6 +346,8 @@ class Draft(Checkpoint):
             case EndpointRecord():
                 index_endpoint(self, self.endpoints.get(value.endpoint_tag), value)
                 self.endpoints = self.endpoints.set(value.endpoint_tag, value)
+                if self.http is not None and self.http.is_shut_down:
+                    self.put(msgspec.structs.replace(self.http, is_shut_down=False))
             case Deployment():
                 self.deployments = self.deployments.set(value.tag, value)
             case Application():

@@ -217,7 +217,7 @@ def fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
     end_goal(draft, goal, GoalStatus.FAILED, now, error)
     record = draft.http
     assert record is not None
-    if record.last_good is None:
+    if record.last_good is None and not record.is_shut_down:
         draft.delete((ObjectKind.HTTP, "options"))
     else:
         draft.put(msgspec.structs.replace(record, target=record.last_good))

@@ -305,12 +305,15 @@ class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """As in `HostRecord`."""
 
 
-class HttpRecord(msgspec.Struct, frozen=True, kw_only=True):
+class HttpRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The HTTP options of all proxies: the target and the last good ones."""
 
-    target: HttpOptions
+    target: HttpOptions | None
+    """None: the proxies' own defaults."""
     last_good: HttpOptions | None
     goal_id: GoalId
+    is_shut_down: bool = False
+    """Everything was shut down, and no endpoint made since."""
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):

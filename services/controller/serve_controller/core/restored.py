@@ -20,7 +20,6 @@ from serve_common.api.views import EventView
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, GoalId, HostId, ReplicaTag, parse_backend_tag
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
-from serve_common.protocol.snapshots import HttpSnapshot
 from serve_common.protocol.subjects import HTTP_KEY, parse_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import (
@@ -41,7 +40,7 @@ from serve_controller.core.observed import (
 )
 from serve_controller.core.placement import estimate_goal_bytes, resource_needs
 from serve_controller.core.replica_reports import with_event
-from serve_controller.core.snapshots import put_snapshot
+from serve_controller.core.snapshots import http_snapshot, put_snapshot
 from serve_controller.core.transitions import TransitionEvent
 
 MARGIN: Final = 1_000_000
@@ -168,9 +167,7 @@ def overtake(
         if key not in draft.snapshots and _is_key(key):
             put_snapshot(draft, key, None, epoch)
     # The last one, because it voids every snapshot that was not published again.
-    put_snapshot(
-        draft, HTTP_KEY, None if draft.http is None else HttpSnapshot(options=draft.http.target), epoch
-    )
+    put_snapshot(draft, HTTP_KEY, http_snapshot(draft), epoch)
     return draft
 
 

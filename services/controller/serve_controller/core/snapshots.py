@@ -192,7 +192,7 @@ def renew_snapshots(
         contents[endpoint_key(endpoint_tag)] = (
             derive_endpoint(endpoint) if endpoint is not None and leads_somewhere else None
         )
-    contents[HTTP_KEY] = None if draft.http is None else HttpSnapshot(options=draft.http.target)
+    contents[HTTP_KEY] = http_snapshot(draft)
     # Backends before endpoints: a router that receives an endpoint already knows its backends. And the other way round
     # for deletions. An endpoint that gives up a route comes after the one that takes it over: one always has it.
     there = [key for key, content in contents.items() if content is not None]
@@ -201,6 +201,14 @@ def renew_snapshots(
     for key in sorted((key for key, content in contents.items() if content is None), reverse=True):
         if key in draft.snapshots:
             _renew(draft, key, None, epoch)
+
+
+def http_snapshot(draft: Checkpoint) -> HttpSnapshot | None:
+    """What proxies are told of all requests; None while nothing of it was ever changed."""
+    record = draft.http
+    if record is None:
+        return None
+    return HttpSnapshot(options=record.target, is_shut_down=record.is_shut_down)
 
 
 def forget_tombstones(draft: Draft) -> None:

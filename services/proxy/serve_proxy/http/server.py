@@ -104,6 +104,7 @@ class HttpServer:
             }
         )
         self._listener: asyncio.Server | None = None
+        self._address: tuple[str, int, bool] | None = None
         self._listening_sockets: list[socket.socket] = []
         """Duplicates of the listener's sockets."""
 
@@ -117,6 +118,8 @@ class HttpServer:
 
         With ``reuse_port`` other processes may listen there too, and the system spreads connections over them.
         """
+        if self._listener is not None:
+            raise RuntimeError("it listens already")
         self._listener = await self._loop.create_server(
             self._accept, host, port, backlog=BACKLOG, reuse_port=reuse_port, **self._tls
         )
@@ -125,7 +128,13 @@ class HttpServer:
             listening_socket.settimeout(0)
             self._listening_sockets.append(listening_socket)
         bound = self._listener.sockets[0].getsockname()
+        self._address = host, bound[1], reuse_port
         return f"{bound[0]}:{bound[1]}"
+
+    async def listen_again(self) -> None:
+        """Listen on the former port after `stop_listening`. Raises OSError when another program has it."""
+        if self._listener is None and self._address is not None:
+            await self.start(*self._address)
 
     async def stop_listening(self) -> None:
         """Accept no new connections; open ones stay.

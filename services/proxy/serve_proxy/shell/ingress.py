@@ -151,6 +151,7 @@ class Ingress:
 _log = structlog.get_logger(__name__)
 
 LOAD_TIMEOUT_S: Final = 30.0
+_LISTEN_AGAIN_S: Final = 0.5
 """Seconds that importing all middlewares may take."""
 _ERROR_LENGTH_MAX: Final = 1000
 
@@ -180,12 +181,15 @@ class LiveOptions(Generic[M]):
         nothing: M,
         load: Callable[[Sequence[str]], Awaitable[M]],
         use: Callable[[HttpOptions, M], None],
+        listen: Callable[[bool], Awaitable[None]] | None,
         on_applied: Callable[[int], None],
     ) -> None:
         """``defaults`` apply until a snapshot has options; ``nothing`` represents no middlewares.
 
         ``load`` imports middlewares and raises `MiddlewareRefused`; ``use`` puts options in force for requests that
-        arrive from then on; ``on_applied`` receives the snapshot id that was applied or refused, with all before it.
+        arrive from then on; ``listen`` closes the HTTP port after a shutdown and opens it for the next deploy, or
+        raises OSError (None: it stays open); ``on_applied`` receives the snapshot id that was applied or refused, with
+        all before it.
         """
         self.options = defaults
         """The options for requests that arrive now."""
@@ -196,21 +200,24 @@ class LiveOptions(Generic[M]):
         self._defaults = defaults
         self._load = load
         self._use = use
+        self._listen = listen
+        self._is_shut_down = False
         self._on_applied = on_applied
         self._tasks = TaskOwner("live_options")
         self._nothing = self._loaded = nothing
         self._loading: OwnedTask | None = None
+        self._step = ""
         self._newest_id = 0
 
     @property
     def pending_reason(self) -> str | None:
         """Why the newest options are not in force (yet); None when they are."""
         if self._loading is not None:
-            return "the middlewares are being imported"
+            return self._step
         return self.error or None
 
     def take(self, change: HttpChange) -> None:
-        """Put ``change`` in force: at once where nothing is to be imported, otherwise in the background.
+        """Put ``change`` in force: at once where nothing is to be imported or opened, otherwise in the background.
 
         Only the newest counts: an import in progress for an older one is cancelled.
         """
@@ -233,26 +240,49 @@ class LiveOptions(Generic[M]):
         return self._defaults if change.options is None else change.options
 
     def _apply_at_once(self, change: HttpChange) -> bool:
-        """Apply ``change`` if nothing must be imported first; False otherwise."""
-        middlewares = self._get_options(change).middlewares
-        if middlewares and middlewares != self.options.middlewares:
+        """Apply ``change`` if nothing must be imported and no port opened or closed; False otherwise."""
+        loaded = self._known(self._get_options(change).middlewares)
+        if loaded is None or (self._listen is not None and change.is_shut_down != self._is_shut_down):
             return False
-        self._apply(change, self._loaded if middlewares else self._nothing)
+        self._apply(change, loaded)
         return True
 
+    def _known(self, middlewares: Sequence[str]) -> M | None:
+        """These middlewares if nothing must be imported for them; otherwise None."""
+        if not middlewares:
+            return self._nothing
+        return self._loaded if middlewares == self.options.middlewares else None
+
     async def _load_and_apply(self, change: HttpChange) -> None:
+        self._step = "the middlewares are being imported"
         middlewares = self._get_options(change).middlewares
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                loaded = await self._load(middlewares)
+                loaded = self._known(middlewares)
+                if loaded is None:
+                    loaded = await self._load(middlewares)
         except MiddlewareRefused as error:
             self._refuse(change, str(error))
         except TimeoutError:
             self._refuse(change, f"importing {', '.join(middlewares)} took more than {LOAD_TIMEOUT_S:g} s")
         else:
             self._apply(change, loaded)
+        await self._switch(change.is_shut_down)
         self._loading = None
         self._on_applied(change.snapshot_id)
+
+    async def _switch(self, is_shut_down: bool) -> None:  # noqa: FBT001 - the only argument
+        """Close or open the port; where another program has it meanwhile, goals wait until it is free."""
+        while self._listen is not None and is_shut_down != self._is_shut_down:
+            try:
+                await self._listen(not is_shut_down)
+            except OSError as error:
+                if self._step != (step := f"the HTTP port cannot be opened again: {error}"):
+                    _log.error("http_port_stays_closed", reason=str(error))
+                self._step = step
+                await asyncio.sleep(_LISTEN_AGAIN_S)
+            else:
+                self._is_shut_down = is_shut_down
 
     def _apply(self, change: HttpChange, loaded: M) -> None:
         options = self._get_options(change)

@@ -245,7 +245,7 @@ def test_a_handle_is_initialized_once_the_process_has_a_router(monkeypatch: pyte
 async def test_a_response_within_another_value_is_refused_with_a_sentence(world: World) -> None:
     response = call(world.handle(), 1)
     for nested in ([response], {"deep": {"r": response}}):
-        with pytest.raises(RayServeException, match="such as a list or dictionary"):
+        with pytest.raises(RayServeException, match="a list or dictionary\\) to a downstream"):
             world.handle().remote(nested)
     with pytest.raises(RuntimeError, match="streamed response"):
         world.handle().remote(world.handle().options(stream=True).remote())
@@ -314,7 +314,8 @@ async def test_cancelled_says_so_at_once_and_a_loop_may_be_told_to_block(world: 
     (await world.sent()).answer(1)
     assert await done == 1
     done.cancel()
-    assert not done.cancelled()
+    assert done.cancelled(), "as in Ray Serve: it was asked for"
+    assert await done == 1
 
 
 def test_errors_of_a_full_queue_and_of_what_is_stopped_travel_and_are_apart() -> None:

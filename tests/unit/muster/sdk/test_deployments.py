@@ -147,7 +147,7 @@ def test_options_copies_and_keeps_the_others() -> None:
     ("options", "error", "text"),
     [
         ({"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
-        ({"version": "v1"}, ValueError, "removed"),
+        ({"version": "v1"}, ValueError, "has been removed. Serve manages"),
         ({"num_replicas": 0}, ValueError, "larger than 0"),
         ({"num_replicas": -1}, ValidationError, "greater than 0"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, ValueError, "not allowed when"),
@@ -223,6 +223,15 @@ def test_logging_config_is_a_dict_or_an_object() -> None:
         assert config is not None
         assert config["log_level"] == "DEBUG"
     assert LoggingConfig(log_level=10).log_level == "DEBUG"
+
+
+def test_logging_can_be_set_on_the_object_itself() -> None:
+    made = serve.deployment(Model)
+    made.set_logging_config({"log_level": "DEBUG"})
+    assert made.logging_config is not None
+    assert made.logging_config["log_level"] == "DEBUG"
+    with pytest.raises(ValueError, match="log_level"):
+        made.set_logging_config({"log_level": "LOUD"})
 
 
 def test_the_options_of_a_file_are_those_that_are_set() -> None:

@@ -136,14 +136,26 @@ class World:
         self.loading: list[tuple[list[str], asyncio.Future[tuple[str, ...]]]] = []
         self.used: list[tuple[HttpOptions, tuple[str, ...]]] = []
         self.settled: list[int] = []
+        self.is_listening = True
+        self.port_error: OSError | None = None
         self.live: LiveOptions[tuple[str, ...]] = LiveOptions(
-            DEFAULTS, nothing=(), load=self.load, use=self.use, on_applied=self.settled.append
+            DEFAULTS,
+            nothing=(),
+            load=self.load,
+            use=self.use,
+            listen=self.listen,
+            on_applied=self.settled.append,
         )
 
     async def load(self, paths: Sequence[str]) -> tuple[str, ...]:
         loaded: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self.loading.append((list(paths), loaded))
         return await loaded
+
+    async def listen(self, is_wanted: bool) -> None:
+        if self.port_error is not None:
+            raise self.port_error
+        self.is_listening = is_wanted
 
     def use(self, options: HttpOptions, middlewares: tuple[str, ...]) -> None:
         self.used.append((options, middlewares))
@@ -246,3 +258,21 @@ async def test_an_import_that_does_not_end_is_refused(world: World, monkeypatch)
     world.take(3, middlewares=["a:b"])
     await eventually(lambda: world.settled)
     assert "a:b took more than" in world.live.error
+
+
+async def test_a_shutdown_closes_the_port_and_a_deploy_opens_it_before_they_count_as_applied(world: World) -> None:
+    world.live.take(HttpChange(options=None, snapshot_id=3, is_shut_down=True))
+    assert not world.settled
+    await eventually(lambda: world.settled == [3])
+    assert not world.is_listening
+    world.live.take(HttpChange(options=HttpOptions(request_timeout_s=2.0), snapshot_id=4, is_shut_down=True))
+    assert (world.settled, world.is_listening) == ([3, 4], False)
+
+    world.port_error = OSError("taken")
+    world.live.take(HttpChange(options=None, snapshot_id=5))
+    await eventually(lambda: "taken" in (world.live.pending_reason or ""))
+    assert world.settled == [3, 4]
+    world.port_error = None
+    await eventually(lambda: world.settled == [3, 4, 5])
+    assert world.is_listening
+    assert world.live.pending_reason is None

@@ -19,13 +19,13 @@ from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import REPLICAS_MAX
 from serve_common.errors import BadField, Conflict, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, check_name, deployment_tag
-from serve_common.protocol.subjects import endpoint_key
+from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
 from serve_common.values import check_between
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import Accepted, changed, new_goal, nothing_to_do
 from serve_controller.core.commands.deployments import existing_backend, give_up, update_backend_config
 from serve_controller.core.goals import deployment_owned, end_goal, host_owned
-from serve_controller.core.objects import Backend, GoalKind, HostRecord, ObjectKind, parse_number
+from serve_controller.core.objects import Backend, GoalKind, HostRecord, HttpRecord, ObjectKind, parse_number
 from serve_controller.core.scaling import check_within_limits
 
 
@@ -109,7 +109,10 @@ SUBJECT = "everything"
 
 
 def shutdown(checkpoint: Checkpoint, _command: Shutdown, now: float) -> Accepted:
-    """Delete all applications, backends and endpoints. For pending deletions the reply has their goals."""
+    """Delete all applications, backends and endpoints, and tell proxies until there is an endpoint again.
+
+    For pending deletions the reply has their goals.
+    """
     draft = Draft(checkpoint)
     goal_ids: dict[GoalId, None] = {}
     for name in sorted(draft.applications):
@@ -135,6 +138,11 @@ def shutdown(checkpoint: Checkpoint, _command: Shutdown, now: float) -> Accepted
         if BackendTag(endpoint_tag) not in draft.backends:
             goal_ids[new_goal(draft, GoalKind.ROUTE, endpoint_tag, [owned], now)] = None
         draft.delete((ObjectKind.ENDPOINT, endpoint_tag))
+    if draft.http is None or not draft.http.is_shut_down:
+        record = draft.http or HttpRecord(target=None, last_good=None, goal_id=GoalId(""))
+        goal_id = new_goal(draft, GoalKind.HTTP, "http", [HTTP_KEY], now)
+        draft.put(msgspec.structs.replace(record, goal_id=goal_id, is_shut_down=True))
+        goal_ids[goal_id] = None
     return Accepted(
         changes=draft.changes(),
         reply=ShutdownReply(goal_ids=list(goal_ids)),

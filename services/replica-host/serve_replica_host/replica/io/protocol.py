@@ -52,6 +52,8 @@ ROUTER_SILENT_S: Final = 30.0
 """Seconds without frames from a router after which it counts as dead; routers probe silent requests every second."""
 _PROBES_WITHIN_S: Final = 2.0
 """Seconds after a reconnect in which routers may probe: they have likely lost their connections too."""
+_PROBES_AFTER_CUT_S: Final = 5.0
+"""The same after a cut link: its router probes after a second of silence, a program that is busy some seconds later."""
 _RECENT_PROBE_S: Final = 0.15
 """Seconds after the last response, and after a drain started, in which a just disconnected router may probe."""
 _IN_USE_S: Final = 5.0
@@ -154,7 +156,7 @@ class ReplicaProtocol:
         if self._is_disconnected:
             return _PROBES_WITHIN_S  # from the time of the reconnect
         until = self._connected_at + _PROBES_WITHIN_S if self._reconnects else now
-        until = max(until, self._link_lost_at + _PROBES_WITHIN_S)
+        until = max(until, self._link_lost_at + _PROBES_AFTER_CUT_S)
         if self._slots.unacknowledged:
             until = max(until, now + _RECENT_PROBE_S)
         last_at = self._slots.recent.last_at

@@ -21,6 +21,7 @@ from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.config.backend import HttpOptions
 from serve_common.errors import BadField, CommandRefused, Conflict
 from serve_common.names import BackendTag, EndpointTag
+from serve_common.protocol.snapshots import HttpSnapshot
 from serve_controller.core.objects import HttpRecord
 from serve_controller.core.views.backends import view_backends
 from serve_controller.core.views.deployments import (
@@ -145,8 +146,8 @@ def shut_down(loop: Loop) -> ShutdownReply:
 def test_shutdown_empties_everything_and_answers_the_goals_that_do_it() -> None:
     loop = everything()
     reply = shut_down(loop)
-    assert len(reply.goal_ids) == len(set(reply.goal_ids)) == 5, (
-        "one for each backend, and one for the endpoint"
+    assert len(reply.goal_ids) == len(set(reply.goal_ids)) == 6, (
+        "one for each backend, one for the endpoint, and one for the port"
     )
     loop.settle()
     assert {loop.goal_status(goal_id) for goal_id in reply.goal_ids} == {GoalStatus.SUCCEEDED}
@@ -161,11 +162,42 @@ def test_shutdown_empties_everything_and_answers_the_goals_that_do_it() -> None:
     check_converged(loop)
 
 
-def test_shutdown_of_nothing_has_no_goals() -> None:
+def test_shutdown_of_nothing_tells_the_proxies_once() -> None:
     loop = Loop()
+    reply = shut_down(loop)
+    loop.settle()
+    assert [loop.goal_status(goal_id) for goal_id in reply.goal_ids] == [GoalStatus.SUCCEEDED]
     accepted = loop.command(Shutdown(confirm="everything"))
     assert accepted.reply == ShutdownReply(goal_ids=[])
     assert not accepted.changes
+
+
+def told_of_http(loop: Loop) -> HttpSnapshot:
+    content = loop.bucket["http.options"].content
+    assert isinstance(content, HttpSnapshot)
+    return content
+
+
+@pytest.mark.parametrize("options", [None, HttpOptions(request_timeout_s=5)])
+def test_proxies_know_that_all_was_shut_down_until_there_is_an_endpoint(options: HttpOptions | None) -> None:
+    loop = Loop(PureHost("host-1", cpus=16))
+    loop.missing_middlewares = {"a:missing"}
+    if options is not None:
+        loop.done(SetHttpOptions(options={"request_timeout_s": 5}))
+    shut_down(loop)
+    loop.settle()
+    assert told_of_http(loop) == HttpSnapshot(options=options, is_shut_down=True)
+    goal_id = loop.ask(SetHttpOptions(options={"middlewares": ["a:missing"]})).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert told_of_http(loop) == HttpSnapshot(options=options, is_shut_down=True), "what failed opens nothing"
+    loop.done(deploy("a", route="/a"))
+    assert told_of_http(loop) == HttpSnapshot(options=options)
+    loop.done(DeleteDeployment(name="a"))
+    assert told_of_http(loop) == HttpSnapshot(options=options), "a deletion is no shutdown"
+    loop.done(SetHttpOptions(options={"request_timeout_s": 6}))
+    assert told_of_http(loop) == HttpSnapshot(options=HttpOptions(request_timeout_s=6))
+    check_converged(loop)
 
 
 def test_shutdown_again_answers_the_goals_that_are_under_way() -> None:
