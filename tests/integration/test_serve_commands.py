@@ -199,7 +199,9 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
     assert status(directory, "hidden")["status"] == "RUNNING"
     assert "is deleted" in muster(directory, "shutdown", "-y")
     assert muster(directory, "config") == "No configuration was found.\n"
-    with pytest.raises(urllib.error.URLError, match="refused"):  # until something is deployed, as in Ray Serve
+    with pytest.raises(
+        urllib.error.URLError, match="refused"
+    ):  # until something is deployed, as in Ray Serve
         get(url)
     assert "there is nothing" in muster(directory, "shutdown", "-y")
     muster(directory, "deploy", "g.yaml")

@@ -326,7 +326,8 @@ class HTTPOptions(BaseModel):
     def _no_middlewares(cls, value: list[Any]) -> list[Any]:
         if value:
             raise ValueError(
-                "Passing `middlewares` to HTTPOptions is not supported; give them to the ingress."
+                "`middlewares` in HTTPOptions has been removed. Use Serve's FastAPI integration to configure "
+                "middlewares on ingress deployments instead."
             )
         return value
 
@@ -334,7 +335,10 @@ class HTTPOptions(BaseModel):
     @classmethod
     def _no_cpus(cls, value: int) -> int:
         if value:
-            raise ValueError("Setting `num_cpus` in HTTPOptions is not supported.")
+            raise ValueError(
+                "`num_cpus` in HTTPOptions has been removed. Serve no longer supports configuring CPU reservations for "
+                "HTTP proxy actors via HTTPOptions."
+            )
         return value
 
     @model_validator(mode="after")
@@ -378,13 +382,33 @@ class ControllerOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     runtime_env: dict[str, Any] | None = None
-    """Refused here unless None: set the variables of the controller's service."""
+    """Its ``env_vars``. `start` and `run` refuse it unless None: set the variables of the controller's service."""
 
-    @field_validator("runtime_env")
+    @field_validator("runtime_env", mode="before")
     @classmethod
-    def _no_environment(cls, value: dict[str, Any] | None) -> None:
-        if value is not None:
-            raise ValueError("runtime_env is not supported: set the variables of the controller's service.")
+    def _environment(cls, value: Any) -> Any:
+        if value is None:
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"runtime_env must be a dict, got {type(value).__name__}.")  # noqa: TRY004 - Pydantic collects it
+        if others := sorted(set(value) - {"env_vars"}):
+            raise ValueError(
+                "ControllerOptions.runtime_env only supports ['env_vars'] in this version; got disallowed keys "
+                f"{others}. Per-replica runtime_env belongs on the deployment."
+            )
+        variables = value.get("env_vars", {})
+        if not isinstance(variables, dict):
+            raise ValueError(  # noqa: TRY004 - as above
+                f"runtime_env.env_vars must be a dict[str, str], got {type(variables).__name__}."
+            )
+        for name, text in variables.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"env_vars key must be a non-empty str, got {name!r}.")
+            if not isinstance(text, str):
+                raise ValueError(  # noqa: TRY004 - as above
+                    f"env_vars[{name!r}] must be str (got {type(text).__name__}); coerce explicitly."
+                )
+        return value
 
 
 class GangPlacementStrategy(str, Enum):

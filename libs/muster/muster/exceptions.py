@@ -6,6 +6,7 @@ catches the same objects.
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 from muster.handles.options import RequestCancelledError
@@ -17,6 +18,11 @@ RayServeException = ServeError
 """Base of everything that Muster raises."""
 ReplicaUnavailableError = ReplicaDied
 """The replica that had the request is gone."""
+
+
+if (_ray := sys.modules.get("ray.exceptions")) is not None:
+    # A program that has imported Ray may ask whether this class is below Ray's, as it is in Ray Serve.
+    RequestCancelledError.__bases__ = (*RequestCancelledError.__bases__, _ray.TaskCancelledError)
 
 
 class gRPCStatusError(ServeError):  # noqa: N801 - Ray Serve's name

@@ -88,11 +88,18 @@ def _checked_tags(name: str, tag_keys: tuple[str, ...] | None) -> tuple[str, ...
             raise TypeError(f"a tag key of metric {name!r} must be a text, not {key!r}")
         if not _NAME.fullmatch(key) or key.startswith("__") or len(key) > NAME_LENGTH_MAX:
             raise MetricRefused(f"metric {name!r}: {key!r} cannot be a tag key")
+        _check_not_reserved(key)
         if key in _TAKEN_TAGS:
             raise MetricRefused(f"metric {name!r}: the tag {key!r} is set by Muster or Prometheus")
     if len(set(keys)) < len(keys) or len(keys) > TAGS_MAX:
         raise MetricRefused(f"metric {name!r}: tag keys must differ, and be at most {TAGS_MAX}")
     return keys
+
+
+def _check_not_reserved(key: str) -> None:
+    """Refuse, in a program's replica, the tags that are added there, as Ray Serve does."""
+    if key in _CONTEXT_TAGS and is_program_replica():
+        raise MetricRefused(f"'{key}' tag is reserved for Ray Serve metrics")
 
 
 def _checked_bounds(name: str, boundaries: Iterable[float] | None) -> tuple[float, ...]:
@@ -144,6 +151,8 @@ class Metric:
 
     def set_default_tags(self, default_tags: Tags) -> Self:
         """Set values for tags that a call omits; returns the metric itself. Raises ValueError or TypeError."""
+        for key in default_tags:
+            _check_not_reserved(key)
         self._check_tags(default_tags)
         self._default_tags = dict(default_tags)
         return self

@@ -202,7 +202,8 @@ def shutdown(
     Example:
       muster shutdown -y
 
-    The same as 'muster delete-all', under Ray Serve's name.
+    The same as 'muster delete-all', under Ray Serve's name. The HTTP port is closed until the next deploy, except in
+    compose.
     """
     note_address(address)
     return ChangeRequest(

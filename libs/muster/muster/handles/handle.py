@@ -374,7 +374,8 @@ def _pickle_argument(value: Any) -> Any:
         return value.call
     if isinstance(value, DeploymentResponseGenerator):
         raise RuntimeError(  # noqa: TRY004 - Ray Serve's type
-            "a streamed response cannot be an argument of another call; read it first"
+            "Streaming deployment handle results cannot be passed to downstream handle calls: read a streamed response "
+            "first, and pass on what it has"
         )
     if is_object_ref(value):
         return ObjectRefSource(value)

@@ -393,7 +393,7 @@ def _check(model_id: Any) -> None:
     if not isinstance(model_id, str):
         raise TypeError(f"a model id is a text, not {model_id!r}")
     if not model_id:
-        raise ValueError("the model id is empty; the request names none")
+        raise ValueError("The model ID cannot be empty. The request names none.")
     if len(model_id) > MODEL_ID_LENGTH_MAX:
         raise ValueError(
             f"the model id has {len(model_id)} characters; at most {MODEL_ID_LENGTH_MAX} are allowed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, TypedDict, final
 
 # Programs of Ray Serve import starlette alone, and annotate with starlette.requests.Request.
@@ -17,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
@@ -44,7 +46,7 @@ class DeploymentOptions(BaseModel):
 
     model_config = ConfigDict(validate_assignment=True, arbitrary_types_allowed=True, extra="forbid")
 
-    num_replicas: PositiveInt | None = 1
+    num_replicas: NonNegativeInt | None = 1
     """Number of replicas; None where the load decides."""
     max_ongoing_requests: PositiveInt = 5
     """Requests that one replica works on at once."""
@@ -155,7 +157,7 @@ class Deployment:
         name: str,
         func_or_class: Callable[..., Any],
         options: DeploymentOptions,
-        actor: Mapping[str, Any],
+        actor: Mapping[str, Any] = MappingProxyType({}),
         *,
         _internal: bool = False,
     ) -> None:
@@ -246,7 +248,7 @@ class Deployment:
 
     def set_logging_config(self, logging_config: dict[str, Any] | LoggingConfig | None) -> None:
         """Change how the replicas log, of this object itself. Raises as ``@serve.deployment`` does."""
-        self._options = self.options(logging_config=logging_config)._options
+        self._options = self.options(logging_config=logging_config).deployment_options
 
     @property
     def _deployment_config(self) -> DeploymentOptions:

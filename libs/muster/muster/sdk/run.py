@@ -415,4 +415,8 @@ def check_route_prefix(route_prefix: str) -> None:
 
 def _check_controller_options(options: dict[str, Any] | ControllerOptions | None) -> None:
     if isinstance(options, dict):
-        ControllerOptions(**options)
+        options = ControllerOptions(**options)
+    if options is not None and options.runtime_env:
+        raise ValueError(
+            "controller_options.runtime_env is not supported: set the variables of the controller's service."
+        )

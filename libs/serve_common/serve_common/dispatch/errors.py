@@ -81,13 +81,15 @@ class BackPressureError(NoReplicaAvailable):
         *,
         backend_tag: BackendTag | None = None,
     ) -> None:
-        """As in Ray Serve; ``backend_tag`` says whose queue it is."""
-        where = "" if backend_tag is None else f" of backend {backend_tag!r}"
-        super().__init__(
-            # Ray Serve's words, which programs look for.
+        """As in Ray Serve."""
+        super().__init__(num_queued_requests, max_queued_requests, status_code, retry_after_s)
+        # Ray Serve's words, which programs look for.
+        self._text = (
             f"Request dropped due to backpressure (num_queued_requests={num_queued_requests}, "
-            f"max_queued_requests={max_queued_requests}){where}."
+            f"max_queued_requests={max_queued_requests})."
         )
+        self.backend_tag = backend_tag
+        """Whose queue it is; None where that is not known."""
         self.status = status_code
         """503 or 429."""
         self.retry_after_s = retry_after_s
@@ -106,15 +108,18 @@ class BackPressureError(NoReplicaAvailable):
         """As ``status``; Ray Serve's name for it."""
         return self.status
 
+    def __str__(self) -> str:
+        return self._text
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), str(self), vars(self))
+        return _restore, (type(self), self.args, vars(self))
 
 
 class DeploymentUnavailableError(NoReplicaAvailable):
     """The backend takes no requests, whatever the time that they have."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), str(self), vars(self))
+        return _restore, (type(self), (str(self),), vars(self))
 
 
 class BackendStopped(DeploymentUnavailableError):
@@ -146,9 +151,9 @@ class CircuitOpen(DeploymentUnavailableError):
         self.retry_after_s = retry_after_s
 
 
-def _restore(kind: type[ServeError], message: str, state: dict[str, Any]) -> ServeError:
+def _restore(kind: type[ServeError], args: tuple[Any, ...], state: dict[str, Any]) -> ServeError:
     """The error, unpickled: what its constructor takes did not travel."""
-    error = kind.__new__(kind, message)
+    error = kind.__new__(kind, *args)
     vars(error).update(state)
     return error
 

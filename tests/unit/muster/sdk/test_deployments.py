@@ -149,7 +149,7 @@ def test_options_copies_and_keeps_the_others() -> None:
         ({"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
         ({"version": "v1"}, ValueError, "has been removed. Serve manages"),
         ({"num_replicas": 0}, ValueError, "larger than 0"),
-        ({"num_replicas": -1}, ValidationError, "greater than 0"),
+        ({"num_replicas": -1}, ValidationError, "greater than or equal to 0"),
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, ValueError, "not allowed when"),
         ({"max_ongoing_requests": None}, ValueError, "non-null"),
         ({"max_ongoing_requests": 0}, ValidationError, "greater than 0"),

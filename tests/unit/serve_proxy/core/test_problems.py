@@ -18,10 +18,7 @@ def full(protection: BackendProtection) -> BackPressureError:
     return BackPressureError.of_backend(BackendTag("default/Model"), 3, protection)
 
 
-_FULL = (
-    "Request dropped due to backpressure (num_queued_requests=3, max_queued_requests=3) "
-    "of backend 'default/Model'."
-)
+_FULL = "Request dropped due to backpressure (num_queued_requests=3, max_queued_requests=3)."
 
 
 @pytest.mark.parametrize(

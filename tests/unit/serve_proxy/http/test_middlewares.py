@@ -260,7 +260,9 @@ async def test_an_import_that_does_not_end_is_refused(world: World, monkeypatch)
     assert "a:b took more than" in world.live.error
 
 
-async def test_a_shutdown_closes_the_port_and_a_deploy_opens_it_before_they_count_as_applied(world: World) -> None:
+async def test_a_shutdown_closes_the_port_and_a_deploy_opens_it_before_they_count_as_applied(
+    world: World,
+) -> None:
     world.live.take(HttpChange(options=None, snapshot_id=3, is_shut_down=True))
     assert not world.settled
     await eventually(lambda: world.settled == [3])

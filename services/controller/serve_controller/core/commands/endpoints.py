@@ -200,7 +200,5 @@ def set_http_options(checkpoint: Checkpoint, command: SetHttpOptions, now: float
     goal_id = new_goal(draft, GoalKind.HTTP, SUBJECT, [HTTP_KEY], now)
     last_good = None if record is None else record.last_good
     is_shut_down = record is not None and record.is_shut_down
-    draft.put(
-        HttpRecord(target=options, last_good=last_good, goal_id=goal_id, is_shut_down=is_shut_down)
-    )
+    draft.put(HttpRecord(target=options, last_good=last_good, goal_id=goal_id, is_shut_down=is_shut_down))
     return changed(draft, SUBJECT, goal_id)

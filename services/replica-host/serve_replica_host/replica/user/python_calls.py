@@ -197,7 +197,9 @@ def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> F
     is_ours = isinstance(error, ResultUnfit)
     line = str(error) if is_ours else error_line(error)
     traceback_text = user_traceback(error)
-    pickled = _pickled(error) if head.is_pickled and not is_ours else b""
+    # What cannot be pickled is told as Python's own error, which says it of the value within.
+    shown = error.__cause__ if is_ours else error
+    pickled = _pickled(shown) if head.is_pickled and shown is not None else b""
     body = msgspec.msgpack.encode(Raised(pickled, traceback_text))
     if exchange.trace is not None:
         exchange.trace.code_raised(error, line)

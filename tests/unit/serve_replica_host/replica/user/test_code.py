@@ -392,7 +392,9 @@ async def test_a_result_that_cannot_be_pickled_says_what_it_is(code: UserCode) -
     failed, raised = failure(await call(code, "lock"))
     assert failed.error_code == UserCodeRaised.error_code
     assert "the returned lock cannot be pickled" in failed.message
-    assert raised.pickled == b""
+    assert "the returned lock cannot be pickled" in raised.traceback
+    error = pickle.loads(raised.pickled)
+    assert (type(error), str(error)) == (TypeError, "cannot pickle '_thread.lock' object")
 
 
 async def test_an_exception_travels_as_itself_with_the_users_traceback(code: UserCode) -> None:
