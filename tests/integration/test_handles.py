@@ -149,7 +149,7 @@ async def test_what_cannot_travel_is_told_in_words(leaf: DeploymentHandle) -> No
     with pytest.raises(UserCodeRaised, match="digit was refused with 7") as caught:
         await leaf.refused.remote()
     assert 'raise Refused("digit", 7)' in caught.value.__notes__[0]
-    with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object"):
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock' object"):
         await leaf.nothing_to_pickle.remote()
     with pytest.raises(UserCodeRaised, match="SystemExit: 3"):
         await leaf.leave.remote()

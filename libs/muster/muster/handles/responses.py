@@ -30,7 +30,7 @@ class _Response(Generic[R]):
 
     def __init__(self, call: HandleCall) -> None:
         self._call = call
-        self._was_asked_to_cancel = False
+        self._cancel_requested = False
 
     @property
     def call(self) -> HandleCall:
@@ -49,13 +49,13 @@ class _Response(Generic[R]):
 
     def cancel(self) -> None:
         """Cancel the call: the replica's task is cancelled at once. A response that has arrived stays."""
-        self._was_asked_to_cancel = True
+        self._cancel_requested = True
         self._call.cancel()
 
     def cancelled(self) -> bool:
         """True after `cancel`, also of a call that has run to its end, and when its request was cancelled."""
         call = self._call
-        if self._was_asked_to_cancel or call.is_cancelled:
+        if self._cancel_requested or call.is_cancelled:
             return True
         return call.outcome is not None and isinstance(call.outcome.failure, RequestCancelledError)
 
