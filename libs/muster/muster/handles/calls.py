@@ -17,7 +17,7 @@ from muster.handles.wakeups import Waker, Wakers
 from serve_common.dispatch.calls import Call
 from serve_common.dispatch.errors import ResponseUnusable, get_error_type
 from serve_common.errors import ServeError
-from serve_common.names import BackendTag
+from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.frames import CallHead, Headers
 from serve_common.runtime.request_context import RequestContext, disconnect_propagation, request_context
 from serve_common.runtime.tasks import OwnedTask
@@ -294,6 +294,7 @@ class HandleCall:
         "on_done",
         "outcome",
         "post",
+        "replica",
         "request_id",
         "routed",
         "shard_key",
@@ -320,8 +321,11 @@ class HandleCall:
         trace: RequestTrace | None = None,
         code_versions: Mapping[BackendTag, int] | None,
         post: Callable[[HandleCall], None],
+        replica: ReplicaTag | None = None,
     ) -> None:
         """``endpoint`` ending with ``/`` is the application's ingress; ``deadline`` is by `time.monotonic`.
+
+        With ``replica`` it is sent to that one, and to no other.
 
         ``post`` hands the call to the router's thread, which then does the next step for it.
         """
@@ -338,6 +342,7 @@ class HandleCall:
         """Trace of a sampled call, else None; owned by the router once the call is posted."""
         self.code_versions: Final = code_versions
         self.post: Final = post
+        self.replica: Final = replica
         self.items: Final = ItemStream(lambda: post(self)) if head.stream else None
         self.wakers: Final = Wakers()
         self.on_done: Callable[[HandleCall], object] | None = None

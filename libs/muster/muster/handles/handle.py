@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from typing import Any, Final, Generic, NoReturn, final
+from contextlib import asynccontextmanager
+from typing import Any, Final, Generic, final
 
 import msgspec
 from typing_extensions import TypeVar
 
 from muster.handles.calls import ArgumentSources, HandleCall, bind_to_request, start_call
 from muster.handles.object_refs import ObjectRefSource, is_object_ref
-from muster.handles.options import HandleOptions, check_options, check_serialization, compute_deadline
+from muster.handles.options import (
+    HandleOptions,
+    ReplicaSelection,
+    check_options,
+    check_serialization,
+    compute_deadline,
+)
 from muster.handles.pickles import pickle_arguments, pickle_one
 from muster.handles.responses import (
     DeploymentBroadcastResponse,
@@ -24,8 +32,8 @@ from muster.handles.responses import (
 from muster.handles.runtime import is_running, runtime
 from serve_common.clock import SystemClock
 from serve_common.dispatch.admission import Endpoint
-from serve_common.errors import BadField, NotFound, PermanentError, ServeError
-from serve_common.names import DeploymentID, check_name
+from serve_common.errors import BadField, NotFound, ServeError
+from serve_common.names import DeploymentID, ReplicaTag, check_name
 from serve_common.protocol.frames import CallHead
 from serve_common.runtime.request_context import current_replica, request_context
 from serve_common.telemetry.request_traces import process_tracer
@@ -137,11 +145,16 @@ class DeploymentHandle(Generic[T]):
         Raises what pickling the arguments raises, `LimitReached` when they are too large, and `BusUnavailable` when no
         stack is found.
         """
+        return self._call(args, kwargs)
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], replica: ReplicaTag | None = None
+    ) -> DeploymentResponse | DeploymentResponseGenerator:
         options = self._options
         now = time.monotonic()
         unix_now = 0.0 if options.absolute_slo_ms is None else _clock.now()
         context = request_context.get()
-        replica = current_replica()
+        own = current_replica()
         body, sources = _build_body(args, kwargs)
         post = runtime().post if self._post is None else self._post
         traceparent = "" if context is None else context.traceparent
@@ -160,8 +173,9 @@ class DeploymentHandle(Generic[T]):
             request_id=str(uuid.uuid4()) if context is None else context.request_id,
             traceparent=traceparent,
             trace=trace,
-            code_versions=None if replica is None else replica.peer_versions,
+            code_versions=None if own is None else own.peer_versions,
             post=post,
+            replica=replica,
         )
         bind_to_request(call)
         post(call)
@@ -240,16 +254,37 @@ class DeploymentHandle(Generic[T]):
             running.submit(lambda router: router.broadcast(call, running.post))
         )
 
-    def choose_replica(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises `PermanentError`: a call is routed when it is made."""
-        raise PermanentError(
-            "choose_replica() is not there: a replica is chosen when a call is made; options(session_id=…) sends calls "
-            "of one key to one replica, and broadcast() calls every replica"
-        )
+    @asynccontextmanager
+    async def choose_replica(self, *_: Any, **__: Any) -> AsyncGenerator[ReplicaSelection]:
+        """Choose a replica for one `dispatch` within the block; other choices of this process count it as busier.
 
-    def dispatch(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises `PermanentError`, as `choose_replica`."""
-        raise PermanentError("dispatch() is not there, as choose_replica() is not: use remote()")
+        The arguments are Ray Serve's, for routers of one's own, and have no effect. Waits for a replica to run. Raises
+        `NotFound` and `NoReplicaAvailable`, and NotImplementedError in local testing mode, as there.
+        """
+        if self._post is not None:
+            raise NotImplementedError("choose_replica() is not there in local testing mode")
+        running = runtime()
+        replica = await asyncio.wrap_future(running.submit(lambda router: router.choose(self._endpoint)))
+        try:
+            yield ReplicaSelection(replica_id=replica, endpoint=self._endpoint, options=self._options)
+        finally:
+            await asyncio.wrap_future(running.submit(lambda router: router.release(replica)))
+
+    def dispatch(
+        self, selection: ReplicaSelection, *args: Any, **kwargs: Any
+    ) -> DeploymentResponse | DeploymentResponseGenerator:
+        """As `remote`, at the replica that `choose_replica` has chosen, with the options of the handle that chose it.
+
+        It waits there for a slot. A call whose replica has gone meanwhile fails with `ReplicaUnavailableError` and
+        goes to no other. Raises ValueError for a replica of another deployment, and as `remote` does.
+        """
+        if selection.endpoint != self._endpoint:
+            raise ValueError(
+                f"Cannot dispatch a selection created for a different deployment. This handle is for "
+                f"{self._endpoint}, but the selection was created for {selection.endpoint}."
+            )
+        handle = DeploymentHandle(self._deployment_name, self._app_name, selection.options)
+        return handle._call(args, kwargs, ReplicaTag(selection.replica_id))
 
     def shutdown(self) -> None:
         """Do nothing: a handle has nothing of its own. `muster.disconnect` ends the router of this process."""

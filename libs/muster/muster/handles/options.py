@@ -73,6 +73,19 @@ class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the call may be sent to another replica after its replica died; set by ``idempotent``."""
 
 
+class ReplicaSelection(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that `DeploymentHandle.choose_replica` has chosen, for one `DeploymentHandle.dispatch`."""
+
+    replica_id: str
+    """Tag of the replica."""
+    replica_metadata: dict[str, Any] = {}
+    """Always empty: ``record_replica_metadata`` is not called."""
+    endpoint: str
+    """Endpoint of the deployment that it was chosen for."""
+    options: HandleOptions
+    """Options of the handle that chose it, which the call has."""
+
+
 _SERIALIZATIONS: Final = ("cloudpickle", "pickle", "msgpack", "orjson")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, final
 
@@ -24,7 +25,7 @@ from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
+from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable, NotFound, ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.frames import RequestKind
 from serve_common.protocol.snapshots import Snapshot
@@ -38,6 +39,8 @@ BUCKET_WAIT_S: Final = 10.0
 """Seconds that a call waits for the routing state; only calls made right after the process started do."""
 ENDPOINT_GRACE_S: Final = 0.5
 """Seconds that a call waits for an unknown endpoint: it may have been deployed a moment ago."""
+CHOICE_WAIT_S: Final = 60.0
+"""Seconds that `HandleRouter.choose` waits for a replica to run."""
 WAITING_MAX: Final = 10_000
 DISCONNECTED: Final = "this process no longer calls deployments"
 """Error of all calls that are under way when their process disconnects."""
@@ -59,6 +62,8 @@ class HandleRouter:
         """Waiting calls, with the most seconds that each waits for its current reason."""
         self._is_sweeping = False
         self._ingresses: dict[str, Endpoint] = {}
+        self._chosen: Counter[ReplicaTag] = Counter()
+        """How many have chosen a replica and not yet sent their request."""
         self._changed = asyncio.Event()
         """Set and replaced at every change of the routes."""
         self.routing_error = "not connected to NATS yet"
@@ -127,7 +132,7 @@ class HandleRouter:
             self._waiting.pop(call, None)
             call.fail(self.failure)
         elif self._has_sources(call):
-            self._send(call)
+            self._send(call, call.replica)
 
     def _has_sources(self, call: HandleCall) -> bool:
         sources = call.sources
@@ -266,9 +271,44 @@ class HandleRouter:
             template.finish(CallOutcome(body=_NO_BYTES))
         return calls
 
-    def _replicas(self, endpoint: Endpoint) -> list[ReplicaTag]:
+    async def choose(self, name: str) -> ReplicaTag:
+        """Choose the running replica that has least to do, and count one more request there until `release`.
+
+        Waits for a replica. Raises `NoReplicaAvailable` after `CHOICE_WAIT_S`, and as `find` does.
+        """
+        try:
+            async with asyncio.timeout(CHOICE_WAIT_S):
+                while True:
+                    endpoint = await self.find(name)
+                    if endpoint is None:
+                        raise DeploymentGone(f"there is no deployment {name!r}")
+                    if loads := self._loads(endpoint):
+                        break
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NoReplicaAvailable(f"no replica of {name!r} runs") from None
+        chosen = min(loads, key=lambda tag: loads[tag])
+        self._chosen[chosen] += 1
+        return chosen
+
+    async def release(self, replica: ReplicaTag) -> None:
+        """Undo what `choose` counted."""
+        self._chosen[replica] -= 1
+        if not self._chosen[replica]:
+            del self._chosen[replica]
+
+    def _loads(self, endpoint: Endpoint) -> dict[ReplicaTag, int]:
+        """Requests of this router at each running replica."""
         routers = [self._routes.routers.get(tag) for tag in endpoint.split.backend_tags]
-        return [tag for router in routers if router is not None for tag in router.running()]
+        return {
+            tag: len(router.requests_at(tag)) + self._chosen[tag]
+            for router in routers
+            if router is not None
+            for tag in router.running()
+        }
+
+    def _replicas(self, endpoint: Endpoint) -> list[ReplicaTag]:
+        return list(self._loads(endpoint))
 
     # -- waiting --
 

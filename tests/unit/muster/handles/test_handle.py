@@ -212,9 +212,6 @@ def test_options_that_change_nothing_are_taken_and_locality_warns() -> None:
     )
     with pytest.warns(UserWarning, match="_prefer_local_routing has no effect"):
         handle.options(_prefer_local_routing=True)
-    for refused in (handle.choose_replica, handle.dispatch):
-        with pytest.raises(RayServeException, match="is not there"):
-            refused(1)
     handle.shutdown()
     asyncio.run(handle.shutdown_async())
 
@@ -494,6 +491,35 @@ async def test_a_broadcast_that_one_replica_does_not_take_goes_to_no_other(world
     assert [type(result) for result in collected] == [type(result) for result in results]
     assert world._requests.empty()
     assert world.is_idle
+
+
+async def test_a_call_goes_to_the_replica_that_was_chosen_for_it(world: World) -> None:
+    world.deploy("default/a", replicas=2)
+    handle = world.handle().options(method_name="predict")
+    async with handle.choose_replica() as first, handle.choose_replica(1, key="b") as second:
+        assert {first.replica_id, second.replica_id} == {"default/a#0", "default/a#1"}, "each has one by now"
+        for selection in (second, first):
+            response = world.handle().dispatch(selection, 1, two=2)
+            sent = await world.sent()
+            assert sent.subject == f"serve.replica.default.a.{selection.replica_id[-1]}"
+            assert sent.head.call is not None
+            assert (sent.head.call.method_name, sent.head.may_queue) == ("predict", True)
+            assert sent.arguments == ((1,), {"two": 2})
+            sent.answer("yes")
+            assert await response == "yes"
+        with pytest.raises(ValueError, match="a different deployment"):
+            world.handle("b").dispatch(first)
+        world.deploy("default/a", replicas=1)
+        gone = max(first, second, key=lambda selection: selection.replica_id)
+        with pytest.raises(ReplicaUnavailableError):
+            await world.handle().dispatch(gone)
+    assert not world.router._chosen
+    with pytest.raises(NotFound, match="default/nobody"):
+        async with world.handle("nobody").choose_replica():
+            pass
+    with pytest.raises(NotImplementedError):
+        async with DeploymentHandle("a", "default", post=[].append).choose_replica():
+            pass
 
 
 async def test_a_broadcast_waits_for_its_arguments_and_not_for_ever(world: World) -> None:
