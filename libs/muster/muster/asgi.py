@@ -267,12 +267,13 @@ def ingress(app: Any = None) -> IngressDecorator:
         if cls is None:
             cls = type("Ingress", (), {"__doc__": "Answers by an application.", "__init__": _store_arguments})
         if not inspect.isclass(cls):
-            raise ValueError(f"@serve.ingress must be used with a class, not {cls!r}")
+            raise ValueError("@serve.ingress must be used with a class.")
         if any("__call__" in vars(base) for base in cls.__mro__):
             raise ValueError("Classes passed to @serve.ingress may not have __call__ method.")
         if app is None and _builder_method(cls) is None:
-            raise TypeError(
-                f"@ingress() without an application needs {cls.__qualname__} to have {_BUILDER_METHODS[0]}"
+            raise ValueError(
+                f"serve.ingress() called without an app argument requires {cls.__qualname__} to define "
+                f"`{_BUILDER_METHODS[1]}` or `{_BUILDER_METHODS[0]}`."
             )
         if app is not None and not is_builder:
             bind_routes(app, cls)

@@ -346,7 +346,7 @@ class HTTPOptions(BaseModel):
         if self.host is None and self.location is not ProxyLocation.Disabled:
             self.location = ProxyLocation.Disabled
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ValueError("Both ssl_keyfile and ssl_certfile must be provided together.")
+            raise ValueError("Both ssl_keyfile and ssl_certfile must be provided together to enable HTTPS.")
         if self.ssl_ca_certs:
             raise ValueError(
                 "ssl_ca_certs is not supported: let a load balancer in front of Muster check clients' certificates."
@@ -394,7 +394,7 @@ class ControllerOptions(BaseModel):
         if others := sorted(set(value) - {"env_vars"}):
             raise ValueError(
                 "ControllerOptions.runtime_env only supports ['env_vars'] in this version; got disallowed keys "
-                f"{others}. Per-replica runtime_env belongs on the deployment."
+                f"{others}. Per-replica runtime_env belongs on the deployment, not on the controller."
             )
         variables = value.get("env_vars", {})
         if not isinstance(variables, dict):

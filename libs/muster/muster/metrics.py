@@ -171,7 +171,7 @@ class Metric:
             values = tuple([combined[key] for key in keys])
         except KeyError as missing:
             raise ValueError(
-                f"metric {self._spec.name!r}: no value for the tag {missing.args[0]!r}"
+                f"metric {self._spec.name!r}: Missing value for tag key(s): {missing.args[0]}."
             ) from None
         if len(combined) > len(keys):
             self._check_tags(combined)
@@ -183,9 +183,13 @@ class Metric:
     def _check_tags(self, tags: Tags) -> None:
         for key, value in tags.items():
             if key not in self._keys:
-                raise ValueError(f"metric {self._spec.name!r} has no tag {key!r}; it has {list(self._keys)}")
+                raise ValueError(
+                    f"metric {self._spec.name!r}: Unrecognized tag key {key}. It has {list(self._keys)}"
+                )
             if not isinstance(value, str):
-                raise TypeError(f"metric {self._spec.name!r}: the tag {key!r} must be a text, not {value!r}")
+                raise TypeError(
+                    f"metric {self._spec.name!r}, tag {key!r}: Tag values must be str, got {type(value)}."
+                )
 
 
 class Counter(Metric):

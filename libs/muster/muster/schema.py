@@ -122,9 +122,8 @@ class LoggingConfig(BaseModel):
         if isinstance(value, int):
             name = logging.getLevelName(value)
             if name not in levels:
-                raise ValueError(
-                    f'Got "{value}" for log_level. log_level must be one of {list(levels.values())}.'
-                )
+                numbers = sorted(set(levels.values()), reverse=True)
+                raise ValueError(f'Got "{value}" for log_level. log_level must be one of {numbers}.')
             return str(name)
         if value not in levels:
             raise ValueError(f'Got "{value}" for log_level. log_level must be one of {list(levels)}.')
@@ -151,8 +150,15 @@ class TracingConfig(BaseModel):
     """Whether spans are exported."""
     exporter_import_path: str = ""
     """Function that makes Ray Serve's exporters; refused here unless empty."""
-    sampling_ratio: float = Field(default=0.01, ge=0, le=1)
+    sampling_ratio: float = 0.01
     """Share of traces that are kept, 0 to 1."""
+
+    @field_validator("sampling_ratio")
+    @classmethod
+    def _is_a_share(cls, value: float) -> float:
+        if not 0 <= value <= 1:
+            raise ValueError(f"sampling_ratio must be between 0.0 and 1.0, got {value}.")
+        return value
 
 
 LOCAL_PATHS: Final = {"local_paths": True}
@@ -257,6 +263,15 @@ class DeploymentSchema(BaseModel):
             raise ValueError(f'`num_replicas` must be an int or "auto", but got: {number}')
         return values
 
+    @model_validator(mode="after")
+    def _has_one_placement(self) -> DeploymentSchema:
+        limit, bundles = self.max_replicas_per_node, self.placement_group_bundles
+        if limit not in (None, DEFAULT.VALUE) and bundles not in (None, DEFAULT.VALUE):
+            raise ValueError(
+                "Setting max_replicas_per_node is not allowed when placement_group_bundles is provided."
+            )
+        return self
+
     @field_validator("max_queued_requests")
     @classmethod
     def _is_positive(cls, value: int | DEFAULT) -> int | DEFAULT:
@@ -330,8 +345,9 @@ class ServeApplicationSchema(BaseModel):
             raise ValueError(f'Got invalid import path "{value}". An import path may have at most one colon.')
         if separator not in value:
             raise ValueError(
-                f'Got invalid import path "{value}". An import path must contain at least one dot or colon '
-                'separating the module from the application, such as "module:app".'
+                f'Got invalid import path "{value}". An import path must contain at least on dot or colon '
+                "separating the module (and potentially submodules) from the deployment graph. E.g.: "
+                '"module.deployment_graph".'  # Ray Serve's words, to the letter
             )
         if value.startswith(separator) or value.endswith(separator):
             raise ValueError(
@@ -346,7 +362,8 @@ class ServeApplicationSchema(BaseModel):
         if self.external_scaler_enabled and scaled:
             raise ValueError(
                 "external_scaler_enabled is set to True, but the following deployment(s) have autoscaling "
-                f"configured: {', '.join(scaled)}."
+                f"configured: {', '.join(scaled)}. When using an external autoscaler, Serve's built-in autoscaling "
+                "must be disabled for all deployments in the application."
             )
         return self
 
@@ -426,16 +443,24 @@ class ServeDeploySchema(BaseModel):
         if "" in names:
             raise ValueError("Application names must be nonempty.")
         if doubled := sorted({f'"{name}"' for name in names if names.count(name) > 1}):
+            what = "application" if len(doubled) == 1 else "applications"
             raise ValueError(
-                f"Found multiple configs for application {', '.join(doubled)}. Please remove all duplicates."
+                f"Found multiple configs for {what} {', '.join(doubled)}. Please remove all duplicates."
             )
         if doubled := sorted({f'"{route}"' for route in routes if routes.count(route) > 1}):
-            raise ValueError(f"Found duplicate applications for route prefix {', '.join(doubled)}.")
+            what = "prefix" if len(doubled) == 1 else "prefixes"
+            raise ValueError(
+                f"Found duplicate applications for route {what} {', '.join(doubled)}. Please ensure each application's "
+                "route_prefix is unique."
+            )
         for app in value:
-            if app.model_fields_set & {"host", "port"}:
-                raise ValueError(
-                    f"host and port of application `{app.name}` belong into http_options. Please remove it."
-                )
+            for name in ("host", "port"):
+                if name in app.model_fields_set:
+                    shown = f'Host "{app.host}"' if name == "host" else f"Port {app.port}"
+                    raise ValueError(
+                        f"{shown} is set in the config for application `{app.name}`. Please remove it and set {name} "
+                        "in the top level deploy config only."
+                    )
         return value
 
 

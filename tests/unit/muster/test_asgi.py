@@ -383,7 +383,7 @@ def test_what_is_no_application_or_no_class_is_refused() -> None:
         serve.ingress(FastAPI())(lambda: None)
     with pytest.raises(ValueError, match="may not have __call__"):
         serve.ingress(FastAPI())(type("Both", (), {"__call__": print}))
-    with pytest.raises(TypeError, match="__muster_build_asgi__"):
+    with pytest.raises(ValueError, match="__muster_build_asgi__"):
 
         @serve.ingress()
         class Nothing:

@@ -293,7 +293,8 @@ def _whole(name: str, value: Any) -> int:
         integer = "an integer" if name == "max_concurrent_batches" else "integer"  # Ray Serve's words
         raise TypeError(f"{name} must be {integer} >= 1, got {value}")
     if value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value}")
+        error = TypeError if name == "max_concurrent_batches" else ValueError  # as in Ray Serve
+        raise error(f"{name} must be an integer >= 1, got {value}")
     return value
 
 

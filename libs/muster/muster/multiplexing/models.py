@@ -351,25 +351,26 @@ def multiplexed(func: F | None = None, max_num_models_per_replica: int = 3) -> F
     Raises TypeError unless it decorates an async function of one model id, ValueError for other numbers below 1.
     """
     if isinstance(max_num_models_per_replica, bool) or not isinstance(max_num_models_per_replica, int):
-        raise TypeError(
-            f"max_num_models_per_replica must be a whole number, not {max_num_models_per_replica!r}"
-        )
+        raise TypeError("max_num_models_per_replica must be an integer.")
     if max_num_models_per_replica < 1 and max_num_models_per_replica != UNLIMITED:
-        raise ValueError(
-            f"max_num_models_per_replica must be at least 1, or -1 for no limit, not {max_num_models_per_replica}"
-        )
+        raise ValueError("max_num_models_per_replica must be positive. -1 means no limit.")
     if func is None:
         return functools.partial(_decorate, places=max_num_models_per_replica)
     return _decorate(func, max_num_models_per_replica)
 
 
 def _decorate(func: F, places: int) -> F:
+    if not callable(func):
+        raise TypeError("The `multiplexed` decorator must be used with a function or method.")
     if not inspect.iscoroutinefunction(func):
-        raise TypeError(f"@multiplexed needs an async def function, and {func!r} is none")
+        raise TypeError("@serve.multiplexed can only be used to decorate async functions or methods.")
     parameters = list(inspect.signature(func).parameters.values())
     has_instance = is_method(func, parameters)
     if len(parameters) != 1 + has_instance:
-        raise TypeError(f"{func.__qualname__} must take one argument, the model id")
+        raise TypeError(
+            "@serve.multiplexed can only be used to decorate functions or methods with at least one 'model_id: str' "
+            f"argument, and no others: {func.__qualname__}{inspect.signature(func)}"
+        )
     signature = inspect.Signature(parameters)
     id_name = parameters[-1].name
     instances: PerInstance[Models] = PerInstance(functools.partial(Models, func.__name__, places))
@@ -391,7 +392,7 @@ def _decorate(func: F, places: int) -> F:
 
 def _check(model_id: Any) -> None:
     if not isinstance(model_id, str):
-        raise TypeError(f"a model id is a text, not {model_id!r}")
+        raise TypeError("The model ID must be a string.")
     if not model_id:
         raise ValueError("The model ID cannot be empty. The request names none.")
     if len(model_id) > MODEL_ID_LENGTH_MAX:

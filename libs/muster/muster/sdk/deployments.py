@@ -44,7 +44,12 @@ REPLICAS_PER_NODE_MAX: Final = 100
 class DeploymentOptions(BaseModel):
     """Checked options of a deployment that never replace a replica."""
 
-    model_config = ConfigDict(validate_assignment=True, arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(
+        title="DeploymentConfig",  # the name in Ray Serve's messages
+        validate_assignment=True,
+        arbitrary_types_allowed=True,
+        extra="forbid",
+    )
 
     num_replicas: NonNegativeInt | None = 1
     """Number of replicas; None where the load decides."""
@@ -451,9 +456,12 @@ def _check_amounts(options: Mapping[str, Any]) -> None:
     for name in ("num_cpus", "num_gpus", "memory"):
         amount = options.get(name, 0)
         if isinstance(amount, bool) or not isinstance(amount, int | float):
-            raise TypeError(f"ray_actor_options: {name} must be a number, not {amount!r}.")
+            raise TypeError(
+                f"ray_actor_options: The type of keyword '{name}' must be float or int, but received type "
+                f"{type(amount)}"
+            )
         if amount < 0:
-            raise ValueError(f"ray_actor_options: {name} must not be negative, got {amount}.")
+            raise ValueError(f"ray_actor_options: The quantity of resource {name} cannot be negative")
     resources = options.get("resources", {})
     if not isinstance(resources, dict):
         raise TypeError(f"ray_actor_options: resources must be a dict, not {resources!r}.")

@@ -31,6 +31,10 @@ class ProxyStatus(str, Enum):
     DRAINING = "DRAINING"
     DRAINED = "DRAINED"
 
+    def to_numeric(self) -> int:
+        """The state as Ray Serve's metrics have it: 1 to 5, in the order above."""
+        return list(ProxyStatus).index(self) + 1
+
 
 class ApplicationStatus(str, Enum):
     """State of an application."""
@@ -42,6 +46,11 @@ class ApplicationStatus(str, Enum):
     UNHEALTHY = "UNHEALTHY"
     DELETING = "DELETING"
 
+    def to_numeric(self) -> int:
+        """The state as Ray Serve's metrics have it, from 1 for DEPLOY_FAILED to 6 for RUNNING."""
+        order = ("DEPLOY_FAILED", "UNHEALTHY", "NOT_STARTED", "DELETING", "DEPLOYING", "RUNNING")
+        return order.index(self.value) + 1
+
 
 class DeploymentStatus(str, Enum):
     """State of a deployment."""
@@ -52,6 +61,11 @@ class DeploymentStatus(str, Enum):
     DEPLOY_FAILED = "DEPLOY_FAILED"
     UPSCALING = "UPSCALING"
     DOWNSCALING = "DOWNSCALING"
+
+    def to_numeric(self) -> int:
+        """The state as Ray Serve's metrics have it, from 1 for DEPLOY_FAILED to 6 for HEALTHY."""
+        order = ("DEPLOY_FAILED", "UNHEALTHY", "UPDATING", "UPSCALING", "DOWNSCALING", "HEALTHY")
+        return order.index(self.value) + 1
 
 
 class DeploymentStatusTrigger(str, Enum):

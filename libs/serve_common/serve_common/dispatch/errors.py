@@ -15,7 +15,7 @@ from serve_common.errors import (
     RequestFailed,
     ServeError,
 )
-from serve_common.names import BackendTag
+from serve_common.names import BackendTag, DeploymentID
 from serve_common.protocol.snapshots import BackendProtection
 
 
@@ -117,6 +117,11 @@ class BackPressureError(NoReplicaAvailable):
 
 class DeploymentUnavailableError(NoReplicaAvailable):
     """The backend takes no requests, whatever the time that they have."""
+
+    def __init__(self, reason: str | DeploymentID) -> None:
+        """``reason`` is the message; or, as in Ray Serve, the deployment that failed."""
+        is_failed = isinstance(reason, DeploymentID)
+        super().__init__(f"{reason} is unavailable because it failed to deploy." if is_failed else reason)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), (str(self),), vars(self))

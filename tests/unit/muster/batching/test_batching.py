@@ -377,7 +377,7 @@ async def test_the_maximum_can_be_changed_and_what_waits_goes_by_the_new_one() -
         ({"batch_wait_timeout_s": -1}, ValueError),
         ({"batch_wait_timeout_s": float("inf")}, ValueError),
         ({"batch_wait_timeout_s": "1"}, TypeError),
-        ({"max_concurrent_batches": 0}, ValueError),
+        ({"max_concurrent_batches": 0}, TypeError),
         ({"batch_size_fn": 3}, TypeError),
     ],
 )

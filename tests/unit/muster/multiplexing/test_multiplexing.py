@@ -337,22 +337,22 @@ async def test_the_loader_runs_for_the_model_and_for_no_request() -> None:
 async def test_bad_ids_and_bad_functions_are_refused() -> None:
     server = Server()
     for wrong, error in ((7, TypeError), ("", ValueError), ("x" * 300, ValueError)):
-        with pytest.raises(error, match=r"model id|model ID cannot be empty"):
+        with pytest.raises(error, match=r"[Tt]he model (id has 300|ID cannot be empty|ID must be a string)"):
             await server.get(wrong)
     with pytest.raises(TypeError, match=r"Server\.get"):
         await server.get("a", "b")
-    with pytest.raises(TypeError, match="async def"):
+    with pytest.raises(TypeError, match="async functions or methods"):
         serve.multiplexed(lambda model_id: model_id)
     for places in (0, -2):
-        with pytest.raises(ValueError, match="at least 1"):
+        with pytest.raises(ValueError, match="must be positive"):
             serve.multiplexed(max_num_models_per_replica=places)
-    with pytest.raises(TypeError, match="whole number"):
+    with pytest.raises(TypeError, match="must be an integer"):
         serve.multiplexed(max_num_models_per_replica=2.5)
 
     async def two(model_id, other):
         return None
 
-    with pytest.raises(TypeError, match="one argument"):
+    with pytest.raises(TypeError, match="no others"):
         serve.multiplexed(two)
 
 

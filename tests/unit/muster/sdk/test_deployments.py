@@ -166,7 +166,7 @@ def test_options_copies_and_keeps_the_others() -> None:
         ({"ray_actor_options": {"max_restarts": 1}}, ValueError, "not allowed"),
         ({"ray_actor_options": {"accelerator_type": "A100"}}, ValueError, "custom resource"),
         ({"ray_actor_options": {"runtime_env": {"conda": "x"}}}, ValueError, "image of the replica hosts"),
-        ({"ray_actor_options": {"num_cpus": -1}}, ValueError, "must not be negative"),
+        ({"ray_actor_options": {"num_cpus": -1}}, ValueError, "cannot be negative"),
         ({"ray_actor_options": {"resources": {"GPU": 1}}}, ValueError, "instead of 'CPU' and 'GPU'"),
         ({"ray_actor_options": {"resources": []}}, TypeError, "resources must be a dict"),
         ({"ray_actor_options": []}, TypeError, "Expected a dictionary"),
