@@ -302,7 +302,7 @@ class HTTPOptions(BaseModel):
     root_url: str = ""
     """Has no meaning here."""
     root_path: str = ""
-    """Refused by `start` unless empty: mount the application under its ``route_prefix``."""
+    """Path that a load balancer in front removes from URLs; applications get it before their ``route_prefix``."""
     request_timeout_s: float | None = None
     """Seconds from a request to the beginning of its response; None leaves the stack's limit."""
     keep_alive_timeout_s: int = 90
@@ -365,6 +365,11 @@ class gRPCOptions(BaseModel):  # noqa: N801 - Ray Serve's name
     """Seconds from a request to its response."""
     enable_reflection: bool = True
     """Whether the gRPC server describes itself."""
+
+    @property
+    def grpc_servicer_func_callable(self) -> list[Any]:
+        """Always empty, as there is no gRPC ingress."""
+        return []
 
     @field_validator("grpc_servicer_functions")
     @classmethod

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self
 
-from serve_common.runtime.request_context import current_replica, is_program_replica
+from serve_common.runtime.request_context import current_replica, is_program_replica, request_context
 from serve_common.telemetry.catalogue import OWN_PREFIX
 from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
 from serve_common.telemetry.metrics import Aggregate, process_metrics
@@ -98,7 +98,7 @@ def _checked_tags(name: str, tag_keys: tuple[str, ...] | None) -> tuple[str, ...
 
 def _check_not_reserved(key: str) -> None:
     """Refuse, in a program's replica, the tags that are added there, as Ray Serve does."""
-    if key in _CONTEXT_TAGS and is_program_replica():
+    if key in _NAME_TAGS and is_program_replica():
         raise MetricRefused(f"'{key}' tag is reserved for Ray Serve metrics")
 
 
@@ -120,8 +120,10 @@ def _checked_bounds(name: str, boundaries: Iterable[float] | None) -> tuple[floa
 
 
 Tags = Mapping[str, str]
-_CONTEXT_TAGS: Final = frozenset({"application", "deployment", "replica"})
-"""Tag keys that have the replica's own names as values where a call gives none, as in Ray Serve."""
+_NAME_TAGS: Final = frozenset({"application", "deployment", "replica"})
+_CONTEXT_TAGS: Final = _NAME_TAGS | {"route"}
+"""Tag keys that have the replica's own names, and the route of its request, as values where a call gives none, as in
+Ray Serve."""
 
 _NO_TAGS: Final = ()
 _lock: Final = threading.Lock()
@@ -140,13 +142,13 @@ class Metric:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Name, description, tag keys and default tags, as in Ray; in a program's replica with the keys added there."""
-        added = sorted(_CONTEXT_TAGS.difference(self._keys)) if is_program_replica() else ()
+        """Name, description, tag keys and default tags, as in Ray; in a program's replica with those added there."""
+        added = _context_tags(_NAME_TAGS.difference(self._keys)) if is_program_replica() else {}
         return {
             "name": self._name,
             "description": self._spec.text,
-            "tag_keys": (*self._keys, *added),
-            "default_tags": dict(self._default_tags),
+            "tag_keys": (*added, *self._keys),
+            "default_tags": {**self._default_tags, **added},
         }
 
     def set_default_tags(self, default_tags: Tags) -> Self:
@@ -312,8 +314,14 @@ def _context_tags(keys: frozenset[str]) -> Tags:
     if replica is None:
         return {}
     application, _, deployment = str(replica.backend_tag).rpartition("/")
-    known = {"application": application, "deployment": deployment, "replica": str(replica.replica_tag)}
-    return {key: known[key] for key in keys}
+    request = request_context.get()
+    known = {
+        "deployment": deployment,
+        "replica": str(replica.replica_tag),
+        "application": application,
+        "route": "" if request is None else request.route,
+    }
+    return {key: value for key, value in known.items() if key in keys}
 
 
 def _again(make: Callable[..., Metric], arguments: tuple[Any, ...], default_tags: dict[str, str]) -> Metric:

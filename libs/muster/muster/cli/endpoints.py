@@ -419,6 +419,7 @@ _FIELDS: Final = (
         "MODULE:ATTRIBUTE",
     ),
     ("access_log", bool, "Log one line for each HTTP request.", None),
+    ("root_path", str, "Path that a load balancer in front removes, for applications; '' for none.", "PATH"),
 )
 """Options for the fields of `HttpOptions`: name, type, help text, metavar."""
 HTTP_CHANGES: Final = tuple(

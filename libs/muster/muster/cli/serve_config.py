@@ -18,7 +18,7 @@ from serve_common.names import check_name
 
 _WITHOUT_EFFECT: Final = ("proxy_location", "grpc_options", "controller_options", "tracing_config")
 """Fields that configure what the services of a stack have variables for, or what Muster does not have."""
-_HTTP_APPLIED: Final = frozenset({"request_timeout_s", "keep_alive_timeout_s"})
+_HTTP_APPLIED: Final = frozenset({"request_timeout_s", "keep_alive_timeout_s", "root_path"})
 """Fields of ``http_options`` that a running stack can take."""
 
 _HTTP_LISTEN: Final = frozenset({"host", "port"})
@@ -47,7 +47,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         options = self.schema.http_options
         applied = _HTTP_APPLIED & options.model_fields_set
         chosen = {name: getattr(options, name) for name in sorted(applied)}
-        return {name: float(value) for name, value in chosen.items() if value is not None}
+        return {
+            name: value.rstrip("/") if isinstance(value, str) else float(value)
+            for name, value in chosen.items()
+            if value is not None
+        }
 
     @property
     def ignored(self) -> list[str]:

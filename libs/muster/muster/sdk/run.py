@@ -297,9 +297,9 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
 ) -> None:
     """Connect to the stack that is found, or start one within this process, with these HTTP options.
 
-    Of a running stack, ``request_timeout_s`` and ``keep_alive_timeout_s`` are set; where its proxies listen is its own
-    affair. ``logging_config`` is for the applications that this process runs from then on and that have none. Raises
-    TypeError for unknown options, ValueError for what Muster does not have.
+    Of a running stack, ``request_timeout_s``, ``keep_alive_timeout_s`` and ``root_path`` are set; where its proxies
+    listen is its own affair. ``logging_config`` is for the applications that this process runs from then on and that
+    have none. Raises TypeError for unknown options, ValueError for what Muster does not have.
     """
     for name in kwargs:
         if name != "detached":
@@ -312,11 +312,7 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
     if isinstance(tracing_config, dict):
         TracingConfig(**tracing_config)
     _check_controller_options(controller_options)
-    changes: dict[str, Any] = {}
-    if http is not None and http.request_timeout_s is not None:
-        changes["request_timeout_s"] = http.request_timeout_s
-    if http is not None and "keep_alive_timeout_s" in http.model_fields_set:
-        changes["keep_alive_timeout_s"] = float(http.keep_alive_timeout_s)
+    changes = {} if http is None else _changes(http)
 
     async def apply(stack: Stack) -> None:
         if changes:
@@ -330,13 +326,23 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
         _log.warning("The stack runs already: host, port and TLS of http_options are those of its proxies.")
 
 
+def _changes(http: HTTPOptions) -> dict[str, Any]:
+    """What a running stack can take of these options, as far as they are given."""
+    changes: dict[str, Any] = {}
+    if http.request_timeout_s is not None:
+        changes["request_timeout_s"] = http.request_timeout_s
+    if "keep_alive_timeout_s" in http.model_fields_set:
+        changes["keep_alive_timeout_s"] = float(http.keep_alive_timeout_s)
+    if "root_path" in http.model_fields_set:
+        changes["root_path"] = http.root_path.rstrip("/")
+    return changes
+
+
 def _located(
     options: dict[str, Any] | HTTPOptions | None, location: ProxyLocation | None
 ) -> HTTPOptions | None:
-    """The options as an object; without HTTP where ``location`` says so. Raises ValueError for a ``root_path``."""
+    """The options as an object; without HTTP where ``location`` says so."""
     http = HTTPOptions(**options) if isinstance(options, dict) else options
-    if http is not None and http.root_path:
-        raise ValueError("root_path is not supported: give the application a route_prefix instead.")
     if location is ProxyLocation.Disabled:
         http = (http or HTTPOptions()).model_copy(update={"location": location})
     return http

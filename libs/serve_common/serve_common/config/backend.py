@@ -13,7 +13,7 @@ import msgspec
 from serve_common.config.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
 from serve_common.config.runtime_env import check_runtime_env
 from serve_common.errors import BadField
-from serve_common.names import check_name
+from serve_common.names import check_name, check_route
 from serve_common.values import check_between, check_digest, check_import_path, check_size
 
 PY_MODULES_MAX: Final = 64
@@ -427,6 +427,9 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     the outermost."""
     access_log: bool = False
     """Whether each HTTP request is logged in one line when it has ended."""
+    root_path: str = ""
+    """Path that a load balancer in front removes from URLs. Applications get it before their route, as ASGI's
+    ``root_path``, and before the path; requests come without it."""
 
 
 def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:
@@ -440,6 +443,8 @@ def check_http_options(options: HttpOptions, field: str = "options") -> HttpOpti
         raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
     for index, path in enumerate(options.middlewares):
         check_import_path(path, f"{field}.middlewares[{index}]")
+    if options.root_path and check_route(options.root_path, f"{field}.root_path") != options.root_path:
+        raise BadField(f"{field}.root_path", "must not end with '/'")
     return options
 
 

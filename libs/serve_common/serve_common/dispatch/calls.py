@@ -138,6 +138,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The backend that the caller selected by name; None lets the traffic policy choose."""
     code_versions: Mapping[BackendTag, int] | None = None
     """Preferred code versions by backend, from `ReplicaGoal.peer_versions`."""
+    outlives_client: bool = False
+    """True when a client that leaves before the response does not cancel it."""
     deadline: float
     """Seconds by the loop's clock."""
     replica: ReplicaTag | None = None
@@ -249,9 +251,9 @@ class Call:
     ) -> None:
         self.key = key
         self.spec = spec
-        self.on_response: Final = on_response
+        self.on_response = on_response
         """Called once with the head of the response."""
-        self.on_error: Final = on_error
+        self.on_error = on_error
         """Called once with the reason why there is no response; a broken stream raises in its reader instead."""
         self.may_queue = False
         """True when it may queue in the replica, after a refusal as busy (`RequestHead.may_queue`)."""
@@ -278,6 +280,12 @@ class Call:
     def is_whole(self) -> bool:
         """True while everything received of the request is still in memory."""
         return self.spec.upload is None or self.spec.upload.is_from_start
+
+    @property
+    def runs_on(self) -> bool:
+        """True while a client that leaves does not cancel it: it is sent whole, and its response has not begun."""
+        has_all = self.spec.upload is None or self.spec.upload.has_arrived
+        return self.spec.outlives_client and has_all and self.status == 0
 
     def take_reply(self, payload: bytes, reply: bytes, _headers: bytes | None) -> None:
         """Process a frame for the current attempt; ``reply`` is not empty when a link brought it."""

@@ -145,10 +145,7 @@ class Dispatcher:
         return call
 
     async def send(self, spec: RequestSpec) -> tuple[Call, Response]:
-        """`start` for tasks: return a replica's response; raises a `ServeError` when there is none.
-
-        When the response has a stream, the caller must read it to its end or call `abandon`.
-        """
+        """`start` for tasks: a replica's response, whose stream must be read or abandoned. Raises `ServeError`."""
         waiter: asyncio.Future[Response] = self._loop.create_future()
 
         def on_response(_call: Call, response: Response) -> None:
@@ -173,7 +170,9 @@ class Dispatcher:
 
     def abandon(self, call: Call) -> None:
         """Cancel the call: its caller does not want the (rest of the) response. Does nothing when it has ended."""
-        if call.key in self.calls:
+        if call.runs_on:  # and only a response that is a stream is cancelled
+            call.on_response, call.on_error = lambda call, _: self.abandon(call), lambda _call, _error: None
+        elif call.key in self.calls:
             self._outgoing.cancel(call)
             router = self._remove(call)
             if router is not None:

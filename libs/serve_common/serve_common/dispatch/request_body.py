@@ -160,6 +160,11 @@ class RequestBody:
         return self._is_closed
 
     @property
+    def has_arrived(self) -> bool:
+        """True when the client has sent all of it."""
+        return self._last_at is not None
+
+    @property
     def received_bytes(self) -> int:
         """Bytes that have arrived, whether or not they are still held."""
         return self._received_bytes

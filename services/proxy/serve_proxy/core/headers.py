@@ -88,12 +88,13 @@ class _HeaderKind(IntEnum):
     RELATIVE_SLO = 11
     ABSOLUTE_SLO = 12
     TIMEOUT = 13
-    FORWARDED_FOR = 14
-    FORWARDED_PROTO = 15
-    FORWARDED_HOST = 16
-    FORWARDED = 17
+    DISCONNECT = 14
+    FORWARDED_FOR = 15
+    FORWARDED_PROTO = 16
+    FORWARDED_HOST = 17
+    FORWARDED = 18
     """Another header in which proxies in front describe the client."""
-    AMBIGUOUS = 18
+    AMBIGUOUS = 19
     """A name with an underscore: CGI and WSGI servers would read it as another header."""
 
 
@@ -101,6 +102,8 @@ RELATIVE_SLO: Final = "X-Serve-Relative-SLO-MS"
 ABSOLUTE_SLO: Final = "X-Serve-Absolute-SLO-MS"
 TIMEOUT: Final = "x-request-timeout-seconds"
 """The same header as Ray Serve's."""
+DISCONNECT: Final = "x-request-disconnect-disabled"
+"""The same header as Ray Serve's: ``?1`` lets a request run to its end although its client leaves."""
 MODEL_ID: Final = "serve_multiplexed_model_id"
 """The same header as Ray Serve's, which is known with hyphens too: proxies in front may write them for underscores."""
 SHARD_KEY: Final = "x-serve-shard-key"
@@ -125,6 +128,7 @@ _HEADER_KINDS: Final = dict.fromkeys(_HOP_BY_HOP, _HeaderKind.HOP_BY_HOP) | {
     RELATIVE_SLO.lower().encode(): _HeaderKind.RELATIVE_SLO,
     ABSOLUTE_SLO.lower().encode(): _HeaderKind.ABSOLUTE_SLO,
     TIMEOUT.encode(): _HeaderKind.TIMEOUT,
+    DISCONNECT.encode(): _HeaderKind.DISCONNECT,
 }
 _HOST: Final = _HeaderKind.HOST
 _CONNECTION: Final = _HeaderKind.CONNECTION
@@ -172,6 +176,8 @@ class RequestHeaders(msgspec.Struct, gc=False):
     relative_slo_ms: bytes | None = None
     absolute_slo_ms: bytes | None = None
     timeout_s: bytes | None = None
+    outlives_client: bool = False
+    """True when a client that leaves does not cancel the request."""
     upgrade: bytes = b""
     has_coding: bool = False
     """True when there is a ``Transfer-Encoding``, with any value."""
@@ -304,6 +310,8 @@ def _apply(read: RequestHeaders, header_kind: _HeaderKind, value: bytes) -> None
         read.has_idempotency_key = True
     elif header_kind is _HeaderKind.FORWARDED_FOR:
         read.forwarded_for = b"%b, %b" % (read.forwarded_for, value) if read.forwarded_for else value
+    elif header_kind is _HeaderKind.DISCONNECT:
+        read.outlives_client = value == b"?1"
     elif header_kind is _HeaderKind.FORWARDED_HOST:
         read.has_forwarded_host = True
     elif header_kind is _HeaderKind.CODING:
@@ -465,9 +473,8 @@ def earliest_deadline(
     """The deadline of a request, by the clock of ``now`` as ``deadline`` is; all in seconds.
 
     ``deadline`` is the proxy's own and ``endpoint_slo_ms`` applies to requests without one; ``wall_now`` is seconds
-    since 1970. Raises `BadRequest` naming the header, `DeadlineExceeded` for one that has passed.
-
-    Why an invalid number is an error: a client that sets a deadline and silently gets none waits far too long.
+    since 1970. Raises `BadRequest` naming the header, as an invalid number would mean to wait far too long,
+    `DeadlineExceeded` for one that has passed.
     """
     if not read.has_slo:
         return deadline if endpoint_slo_ms is None else min(deadline, now + endpoint_slo_ms / 1000)

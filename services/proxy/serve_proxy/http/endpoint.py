@@ -119,18 +119,21 @@ def build_request_spec(
     deadline: float,
     peer: str,
     scheme: str,
+    root_path: str,
     kind: RequestKind = RequestKind.HTTP,
 ) -> RequestSpec:
     """Build the request to ``endpoint``.
 
     ``now`` and ``deadline``, the latest that the options allow, are loop time. ``headers`` are modified: call it
-    once. ``scheme`` is http or https. Raises `BadField` naming an invalid header,
-    `DeadlineExceeded` when the client's own deadline has passed.
+    once. ``scheme`` is http or https, ``root_path`` that of the HTTP options. Raises `BadField` naming an invalid
+    header, `DeadlineExceeded` when the client's own deadline has passed.
 
     Both the fast path and the regular path use it, so that headers and deadlines mean the same on either.
     """
     options = endpoint.options
     if headers.has_slo or options.relative_slo_ms is not None:
+        if headers.timeout_s is not None and options.error_format is ErrorFormat.TEXT:
+            deadline = now + _TIMEOUT_S_MAX  # the header replaces the option, as in Ray Serve
         deadline = earliest_deadline(
             headers, deadline, options.relative_slo_ms, now=now, wall_now=_CLOCK.now()
         )
@@ -146,12 +149,15 @@ def build_request_spec(
     upload = None
     if isinstance(body, RequestBody):
         upload, body = body, b""
+    route = endpoint.route
+    if root_path:
+        path, route = root_path + path, root_path if route == "/" else root_path + route
     spec = RequestSpec(
         endpoint=endpoint,
         kind=kind,
         method=method,
         path=path,
-        route=endpoint.route,
+        route=route,
         query=query,
         headers=headers.forwarded,
         body=body,
@@ -164,6 +170,7 @@ def build_request_spec(
         shard_key=shard_key.decode("latin-1") if shard_key else "",
         backend_tag=endpoint.select_backend(backend) if backend else None,
         is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
+        outlives_client=headers.outlives_client,
         deadline=deadline,
     )
     observer = headers.observer
@@ -174,6 +181,8 @@ def build_request_spec(
 
 
 _log = structlog.get_logger(__name__)
+_TIMEOUT_S_MAX: Final = 86_400.0
+"""Upper limit of a time-out that a request asks for, that of `HttpOptions.request_timeout_s`."""
 
 
 @final
@@ -362,6 +371,7 @@ class EndpointHandler:
             deadline=state.deadline,
             peer=get_peer(request),
             scheme=self._scheme,
+            root_path=options.root_path,
             kind=RequestKind.WEBSOCKET if is_socket else RequestKind.HTTP,
         )
         if spec.upload is None:

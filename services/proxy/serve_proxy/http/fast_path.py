@@ -141,6 +141,7 @@ class FastPathRequest:
                 deadline=now + requests.options.request_timeout_s,
                 peer=self._connection.peer,
                 scheme=requests.scheme,
+                root_path=requests.options.root_path,
             )
         except ServeError as error:
             self.fail(error, endpoint)

@@ -126,7 +126,7 @@ class HttpRequests:
             response: web.StreamResponse = serve_internal_path(
                 self._ingress, request.method, path, request_id
             )
-            response.headers[REQUEST_ID] = request_id
+            response.headers[REQUEST_ID.lower()] = request_id
         else:
             if not self._ingress.is_open:
                 await self._ingress.wait_open()
@@ -177,7 +177,7 @@ class HttpRequests:
         try:
             response = await exchange.run(chain, request, options, self.forwarded_hops)
             if not response.prepared:
-                response.headers[REQUEST_ID] = request_id
+                response.headers[REQUEST_ID.lower()] = request_id
             status = response.status
             if exchange.observer is not None:
                 sent_bytes = whole_bytes(request, response)

@@ -92,7 +92,7 @@ async def respond(
         ingress.abandon(call)
         raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
     headers = CIMultiDict(decode_headers_exact(forwarded))
-    headers[REQUEST_ID] = request_id
+    headers[REQUEST_ID.lower()] = request_id
     if request.method == "HEAD" or upstream.status in (204, 304):
         ingress.abandon(call)
         if request.method == "HEAD" and content_length is None and upstream.stream is None and upstream.body:
@@ -191,7 +191,7 @@ def problem_response(problem: Problem, request_id: str) -> web.Response:
     """An error as HTTP."""
     headers = CIMultiDict(problem.headers)
     headers[CONTENT_TYPE], body = encode_problem(problem, request_id)
-    headers[REQUEST_ID] = request_id
+    headers[REQUEST_ID.lower()] = request_id
     return web.Response(status=problem.status, headers=headers, body=body)
 
 

@@ -207,7 +207,7 @@ def _accept(request: web.BaseRequest, upstream: Response, request_id: str) -> _C
     )
     for name, value in passed:
         response.headers.add(name, value)
-    response.headers[REQUEST_ID] = request_id
+    response.headers[REQUEST_ID.lower()] = request_id
     response.headers["Server"] = SERVER_NAME
     return response
 

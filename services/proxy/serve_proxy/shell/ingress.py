@@ -151,8 +151,8 @@ class Ingress:
 _log = structlog.get_logger(__name__)
 
 LOAD_TIMEOUT_S: Final = 30.0
-_LISTEN_AGAIN_S: Final = 0.5
 """Seconds that importing all middlewares may take."""
+_LISTEN_AGAIN_S: Final = 0.5
 _ERROR_LENGTH_MAX: Final = 1000
 
 M = TypeVar("M")

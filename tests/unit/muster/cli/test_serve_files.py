@@ -708,11 +708,14 @@ def test_a_file_takes_no_arguments(muster: Muster, controller: Any, module: str,
 
 
 def test_a_stack_of_ones_own_listens_where_the_file_says() -> None:
-    text = "http_options: {host: 0.0.0.0, port: 8001, root_path: ''}\napplications: [{import_path: 'a:b'}]"
+    options = "{host: 0.0.0.0, port: 8001, root_path: /in/, ssl_keyfile_password: x}"
+    text = f"http_options: {options}\napplications: [{{import_path: 'a:b'}}]"
     config = check_config(YamlFile(text, "f.yaml"), Path())
     assert config.listen == {"http_host": "0.0.0.0", "http_port": 8001}
+    assert config.http_options == {"root_path": "/in"}
     without = config.note(has_listen=True) or ""
-    assert "http_options.root_path" in without
+    assert "http_options.ssl_keyfile_password" in without
+    assert "http_options.root_path" not in without
     assert "http_options.port" not in without
     assert "http_options.port" in (config.note() or "")
 

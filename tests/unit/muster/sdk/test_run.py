@@ -349,12 +349,6 @@ def test_a_certificate_is_whole_and_clients_are_not_asked_for_theirs() -> None:
         HTTPOptions(ssl_keyfile="k", ssl_certfile="c", ssl_ca_certs="ca")
 
 
-def test_a_root_path_is_refused_where_it_would_be_used() -> None:
-    options = HTTPOptions(root_path="/api")
-    with pytest.raises(ValueError, match="root_path is not supported: give the application a route_prefix"):
-        serve.start(http_options=options)
-
-
 class FakeRay:
     """As much of Ray as a program's stack asks of it."""
 

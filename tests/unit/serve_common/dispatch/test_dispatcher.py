@@ -9,6 +9,7 @@ import pytest
 from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.dispatcher import PROBE_AFTER_S
 from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable
+from serve_common.dispatch.request_body import RequestBody, UploadMemory
 from serve_common.errors import (
     BusUnavailable,
     NoReplicaAvailable,
@@ -26,6 +27,7 @@ from serve_common.protocol.frames import (
     BodyHead,
     CancelHead,
     CreditHead,
+    ErrorHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
@@ -520,6 +522,31 @@ async def test_after_abandon_nobody_is_told_anything(world: World) -> None:
     world.ok(reply)
     world.dispatcher.close()
     assert sent.answers == sent.errors == waiting.answers == waiting.errors == []
+
+
+async def test_a_request_that_outlives_its_client_runs_to_its_end_and_nobody_is_told(world: World) -> None:
+    told = Told(world, outlives_client=True)
+    reply = world.take(RequestHead)[1]
+    world.dispatcher.abandon(told.call)
+    assert not world.bus.sent
+    world.ok(reply)
+    assert told.call.key not in world.dispatcher.calls
+    streamed, failed = Told(world, outlives_client=True), await world.ask(outlives_client=True)
+    reply = world.take(RequestHead)[1]
+    world.dispatcher.abandon(streamed.call)
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    assert world.take(CancelHead)[1] == reply, "nobody would read it"
+    reply = world.take(RequestHead)[1]
+    failed.cancel()
+    await asyncio.sleep(0)
+    assert not world.bus.sent
+    world.answer(reply, ErrorHead("user_code_raised", 500, "no", 0))
+    assert not world.dispatcher.calls
+    assert told.answers == told.errors == streamed.answers == streamed.errors == []
+    whole = Told(world, upload=RequestBody(b"part", UploadMemory(1000, 1000)), outlives_client=True)
+    world.take(RequestHead)
+    world.dispatcher.abandon(whole.call)
+    assert not world.dispatcher.calls, "its client had not sent all of it"
 
 
 async def test_a_stream_is_told_once_and_its_end_to_its_reader(world: World) -> None:

@@ -101,6 +101,28 @@ async def test_errors_of_an_endpoint_have_its_format(desk: Desk, target: bytes) 
     )
 
 
+@both_ways
+async def test_applications_get_a_path_that_was_removed_in_front(target: bytes) -> None:
+    async with listening(Desk(HttpOptions(root_path="/outer"))) as desk:
+        await desk.ask(b"GET " + target, is_fast=target == b"/")
+        spec = (desk.ingress.begun[0] if desk.ingress.begun else desk.ingress.asked[0]).spec
+        route = desk.ingress.endpoint.route
+        assert (route, spec.path, spec.route) == ("/", "/outer/", "/outer")
+
+
+@pytest.mark.parametrize(("error_format", "left_s"), [(ErrorFormat.TEXT, 90.0), (ErrorFormat.PROBLEM, 60.0)])
+@both_ways
+async def test_ray_serves_headers_change_the_time_limit_and_what_a_client_that_leaves_does(
+    desk: Desk, target: bytes, error_format: ErrorFormat, left_s: float
+) -> None:
+    desk.ingress.endpoint.options = EndpointOptions(error_format=error_format)
+    extra = b"X-Request-Timeout-Seconds: 90\r\nX-Request-Disconnect-Disabled: ?1\r\n"
+    await desk.ask(b"GET " + target, extra + b"\r\n", is_fast=target == b"/")
+    spec = (desk.ingress.begun[0] if desk.ingress.begun else desk.ingress.asked[0]).spec
+    assert spec.outlives_client
+    assert spec.deadline - asyncio.get_running_loop().time() == pytest.approx(left_s, abs=20)
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 @both_ways
 async def test_headers_leave_as_the_bytes_that_they_are(

@@ -238,9 +238,10 @@ class LogFile(logging.handlers.RotatingFileHandler):
         line: dict[str, Any] = {"asctime": asctime, "message": message, "application": self._app, **fields}
         for name in self.attributes:
             line.setdefault(name, getattr(record, name, None))
-        for name, value in vars(record).items():  # what the program gave as ``extra``
-            if name not in _RECORD_ATTRIBUTES:
-                line.setdefault(name, value)
+        extra = {name: value for name, value in vars(record).items() if name not in _RECORD_ATTRIBUTES}
+        own = extra.pop("ray_serve_extra_fields", {})  # in Ray Serve these stand beside the others
+        for name, value in (*extra.items(), *(own.items() if isinstance(own, dict) else ())):
+            line.setdefault(name, value)
         if context is not None and request_id:
             line |= {"request_id": request_id, "route": context.route}
         if record.exc_info:
