@@ -86,7 +86,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
         With ``has_environment`` those of the runtime environment count as well: they are the defaults of the file.
         """
-        chosen = {"--name": name, "--route-prefix": self.route_prefix, "arguments": arguments or None}
+        chosen = {
+            "--name": name,
+            "--route-prefix": self.route_prefix,
+            "Application arguments": arguments or None,
+        }
         if not has_environment:
             chosen |= {
                 "--runtime-env": self.runtime_env,
@@ -94,13 +98,15 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "--working-dir": self.working_dir,
             }
         names = [option for option, value in chosen.items() if value is not None]
-        return f"note: a file says all; ignored: {', '.join(names)}" if names else None
+        return f"note: {', '.join(names)} are ignored when running a config file" if names else None
 
     def read_runtime_env(self, directory: Path) -> dict[str, Any]:
         """The ``runtime_env`` that the options make. Raises `BadField`."""
         file, text = self.runtime_env, self.runtime_env_json
         if file is not None and text is not None:
-            raise BadField("--runtime-env-json", "and --runtime-env must not both be set")
+            raise BadField(
+                "--runtime-env-json", "Only one of --runtime-env and --runtime-env-json can be provided"
+            )
         runtime_env = parsing.read_object(text, directory, "--runtime-env-json")
         if file is not None:
             runtime_env = parsing.yaml_value(parsing.read_text(directory / file, "--runtime-env"), file)

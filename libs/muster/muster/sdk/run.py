@@ -316,7 +316,8 @@ def start(  # noqa: PLR0917 - Ray Serve's signature
 
     async def apply(stack: Stack) -> None:
         if changes:
-            await stack.admin.call(SetHttpOptions(options=changes))
+            reply = await stack.admin.call(SetHttpOptions(options=changes))
+            await _wait(stack, reply.goal_id, "Setting the HTTP options failed")
 
     client = get_client()
     client.call(apply, http)
