@@ -246,7 +246,7 @@ async def test_a_rank_that_came_with_a_bad_user_config_is_told_with_the_next_goo
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("absent", "method_name: Tried to call a method 'absent' that does not exist on App"),
+        ("absent", "method_name: Tried to call a method 'absent' that does not exist"),
         ("_secret", "method_name: '_secret' is private"),
         ("__init__", "method_name: '__init__' is private"),
     ],

@@ -109,8 +109,10 @@ class LocalReplica:
             return self._target
         method = None if name.startswith("__") else getattr(self._target, name, None)
         if not callable(method):
+            names = [known for known in dir(self._target) if not known.startswith("__")]
             raise BadField(
-                "method_name", f"Tried to call a method {name!r} that does not exist on {self._name}"
+                "method_name",
+                f"Tried to call a method {name!r} that does not exist. Available methods: {names} of {self._name}",
             )
         return method
 

@@ -391,10 +391,10 @@ class UserCode:
         if not callable(function):
             names = [known for known in dir(type(self.target)) if not known.startswith("_")][:_NAMES_MAX]
             what = type(self.target).__name__
-            missing = f"Tried to call a method {name or '__call__'!r} that does not exist on {what}"
+            missing = f"Tried to call a method {name or '__call__'!r} that does not exist"
             if name in ("", "__call__") and self.asgi is not None:
-                raise BadField("method_name", f"{missing}, which takes HTTP requests only")
-            raise BadField("method_name", f"{missing}. Available methods: {names}")
+                raise BadField("method_name", f"{missing}: {what} takes HTTP requests only")
+            raise BadField("method_name", f"{missing}. Available methods: {names} of {what}")
         if name == "__call__" and self._methods.get("") is None:
             raise BadField("method_name", f"{type(self.target).__name__} takes HTTP requests only")
         method = self._methods[name] = Method(function)

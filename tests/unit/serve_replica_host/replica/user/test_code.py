@@ -175,7 +175,7 @@ async def test_a_class_without_a_call_method_has_its_other_methods(app_dir: str)
     code = await UserCode.construct(goal("NotCallable"), app_dir)
 
     assert await code.call(method_name="other") == "other"
-    with pytest.raises(BadField, match="method '__call__' that does not exist on NotCallable"):
+    with pytest.raises(BadField, match=r"method '__call__' that does not exist\..* of NotCallable"):
         await code.call("x")
     code.discard()
 
@@ -586,7 +586,7 @@ async def test_the_error_of_a_missing_method_lists_those_that_are_there() -> Non
 
     with pytest.raises(
         BadField,
-        match=r"Tried to call a method 'gone' that does not exist on Model\. Available methods: \['exists'\]",
+        match=r"Tried to call a method 'gone' that does not exist\. Available methods: \['exists'\] of Model",
     ):
         UserCode(Model(), None, 1).method("gone")
     assert (

@@ -676,4 +676,4 @@ async def test_http_to_a_class_without_a_call_method_is_an_error_of_the_code() -
         failed = await bench.serve(exchange())
     assert isinstance(failed, Failed)
     assert failed.status == 500
-    assert "'__call__' that does not exist on NotCallable" in failed.message
+    assert "'__call__' that does not exist. Available methods: ['other'] of NotCallable" in failed.message
