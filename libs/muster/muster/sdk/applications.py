@@ -104,7 +104,8 @@ def _failed(import_path: str, error: BaseException) -> BadField:
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if each.filename != __file__ and "importlib" not in each.filename]
     lines = "".join([*traceback.format_list(own), *traceback.format_exception_only(error)]).splitlines()
-    return BadField("import_path", f"{import_path} raised:\n" + "\n".join(lines[-_TRACEBACK_LINES_MAX:]))
+    shown = "\n".join(["Traceback (most recent call last):", *lines[-_TRACEBACK_LINES_MAX:]])
+    return BadField("import_path", f"{import_path} raised:\n{shown}")
 
 
 def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) -> Application:
