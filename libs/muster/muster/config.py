@@ -319,6 +319,13 @@ class HTTPOptions(BaseModel):
     @field_validator("location", mode="before")
     @classmethod
     def _location(cls, value: ProxyLocation | str | None) -> ProxyLocation | None:
+        if value is not None:
+            warnings.warn(
+                "`location` in HTTPOptions is deprecated and will be removed in a future version. Use the "
+                "`proxy_location` argument to `serve.start` instead.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         return normalize_location(value)
 
     @field_validator("middlewares")
@@ -344,7 +351,7 @@ class HTTPOptions(BaseModel):
     @model_validator(mode="after")
     def _is_supported(self) -> HTTPOptions:
         if self.host is None and self.location is not ProxyLocation.Disabled:
-            self.location = ProxyLocation.Disabled
+            object.__setattr__(self, "location", ProxyLocation.Disabled)  # without the warning
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("Both ssl_keyfile and ssl_certfile must be provided together to enable HTTPS.")
         if self.ssl_ca_certs:

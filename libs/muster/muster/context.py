@@ -122,7 +122,7 @@ def get_replica_context() -> ReplicaContext:
     replica = current_replica()
     if replica is None:
         raise NotInReplica(
-            "`serve.get_replica_context()` may only be called from within a replica of a deployment"
+            "`serve.get_replica_context()` may only be called from within a Ray Serve deployment."
         )
     app_name, _, deployment = replica.backend_tag.rpartition("/")
     replica_id = ReplicaID(replica.replica_tag)

@@ -264,6 +264,8 @@ def test_an_interval_of_metrics_is_deprecated_and_works() -> None:
 
 def test_http_options_without_a_host_are_those_of_no_proxy() -> None:
     assert HTTPOptions(host=None).location is ProxyLocation.Disabled
+    with pytest.warns(DeprecationWarning, match="`location` in HTTPOptions is deprecated"):
+        assert HTTPOptions(location="HeadOnly").location is ProxyLocation.HeadOnly
     assert HTTPOptions().location is None
 
 
