@@ -154,11 +154,17 @@ def _located(file: YamlFile, at: int, error: Exception) -> BadField:
 def _in_working_dir(runtime_env: Mapping[str, Any], directory: Path) -> Iterator[list[Path]]:
     """Be in the application's working directory, as its replicas are: its modules may read files at import.
 
-    Gives what the application is imported from before all else. Raises `BadField`, `LimitReached` for a zip.
+    Gives what the application is imported from before all else, ``py_modules`` too. Raises `BadField`, `LimitReached`
+    for what cannot be unpacked.
     """
     places = [place.absolute() for place in _working_dir(runtime_env, directory)]
+    modules = [
+        unpack(str(directory / each) if "://" not in each else each, "runtime_env.py_modules", is_module=True)
+        for each in runtime_env.get("py_modules") or ()
+        if isinstance(each, str)
+    ]
     with contextlib.chdir(places[0]) if places and places[0].is_dir() else contextlib.nullcontext():
-        yield places
+        yield [*places, *modules]
 
 
 def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:

@@ -160,11 +160,14 @@ def pack(files: Mapping[str, Path | bytes], where: str) -> bytes:
     return target.getvalue()
 
 
-def unpack(source: str, where: str) -> Path:
-    """A directory with what the .zip ``source`` has, for imports; it ends with this process. Raises as `Files`."""
+def unpack(source: str, where: str, *, is_module: bool = False) -> Path:
+    """A directory with what a .zip, or with ``is_module`` one of ``py_modules``, has, for imports.
+
+    It ends with this process. Raises as `Files`.
+    """
     directory = tempfile.mkdtemp(prefix="muster-code-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    with zipfile.ZipFile(io.BytesIO(_archive(source, [], where, is_module=False))) as archive:
+    with zipfile.ZipFile(io.BytesIO(_archive(source, [], where, is_module=is_module))) as archive:
         archive.extractall(directory)
     return Path(directory)
 
@@ -189,7 +192,7 @@ def _archive(source: str, excludes: list[str], where: str, *, is_module: bool) -
         raise BadField(where, f"there is no directory or file {str(path)!r} (looked for in {Path.cwd()})")
     if is_module and path.suffix == ".py":
         return pack({path.name: path}, where)
-    if path.suffix == suffix and not (is_module and suffix == ".zip"):
+    if path.suffix == suffix and (scheme == "file" or not (is_module and suffix == ".zip")):
         return pack(_unzip(path.read_bytes(), where, strips_top=scheme == "file" and suffix == ".zip"), where)
     file = "a .py file or a .whl" if is_module else "or a .zip"
     raise BadField(where, f"{str(path)!r} must be a directory, {file}")

@@ -809,6 +809,27 @@ def test_an_application_is_imported_from_the_zip_that_is_its_working_dir(
     assert "default" in sent(controller)
 
 
+def test_an_application_may_import_its_py_modules(
+    muster: Muster, controller: Any, module: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lib/own").mkdir(parents=True)
+    (tmp_path / "lib/own/__init__.py").write_text(f"NAME = {module!r}\n")
+    with zipfile.ZipFile(tmp_path / "more.zip", "w") as archive:
+        archive.writestr("more/zipped_module.py", "LIMIT = 3\n")
+    (tmp_path / "uses_modules.py").write_text(
+        "import muster as serve\nimport own, zipped_module\n"
+        "app = serve.deployment(max_ongoing_requests=zipped_module.LIMIT)(lambda request: own.NAME).bind()\n"
+    )
+    modules = f"[./lib/own, 'file://{tmp_path}/more.zip']"
+    file = write(
+        tmp_path,
+        f"applications: [{{import_path: 'uses_modules:app', runtime_env: {{py_modules: {modules}}}}}]\n",
+    )
+    result = muster("deploy", file)
+    assert result.exit_code == 0, result.output
+    assert sent(controller)["default"].deployments[0].backend_config.max_concurrent_queries == 3
+
+
 def test_a_module_finds_the_files_of_its_working_dir_when_it_is_imported(
     muster: Muster, controller: Any, module: str, tmp_path: Path
 ) -> None:
