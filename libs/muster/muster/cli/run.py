@@ -238,7 +238,10 @@ class ServeRun:
                 with Progress(request.named) as progress:
                     await self._deploy(stack, address, request, progress)
             except ServeError as error:
-                print_error(f"error: {error}\nWhat served before still serves.")
+                print_error(
+                    f"error: {error}\nDeploying the latest version of the application failed. What served before still "
+                    "serves."
+                )
 
     async def _delete(self, stack: Stack, names: set[str]) -> None:
         goals = [(await stack.admin.call(DeleteApplication(name=name))).goal_id for name in sorted(names)]
@@ -345,7 +348,7 @@ def _run(
 def _command(context: typer.Context, values: dict[str, Any]) -> None:
     session = get_session(context)
     choice = pop_stack_choice(values)
-    with session.reporting(as_json=values["as_json"]):
+    with session.reporting(as_json=values["as_json"], is_rays=True):
         run_of_command = _build_run(session, choice, **values)
         code = asyncio.run(run_of_command.run())
     if code is not ExitCode.OK:

@@ -96,7 +96,7 @@ def build(
     default and has the route /; several are named app1, app2, ... with the routes /app1, /app2, ...
     """
     session = get_session(context)
-    with session.reporting(as_json=False):
+    with session.reporting(as_json=False, is_rays=True):
         # Only here: these import Pydantic and what pickles code.
         from muster.cli.serve_config import BUILT_OPTIONS, check_config  # noqa: PLC0415 - as above
         from muster.cli.serve_deploy import import_places  # noqa: PLC0415 - as above
@@ -208,7 +208,8 @@ def shutdown(
     note_address(address)
     return ChangeRequest(
         command=Shutdown(confirm="everything"),
-        what="Sent shutdown request: everything",  # in Ray Serve's words, which scripts look for
+        # In Ray Serve's words, which scripts look for.
+        what="Sent shutdown request; applications will be deleted asynchronously. Everything",
         done="is deleted",
         already="is deleted; there is nothing",
         question="" if yes else _SHUTDOWN_QUESTION,
@@ -226,7 +227,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     """Result of `muster start`."""
 
     http_url: str
-    """Empty for a stack that runs elsewhere."""
+    """Empty for a stack that runs elsewhere, or has no proxy."""
     nats_url: str
     pid: int | None
     """The process to end when the stack shall stop; None for a stack that ran before."""
@@ -252,7 +253,7 @@ def start(
         typer.Option(
             "--proxy-location",
             metavar="PLACE",
-            help="Accepted from scripts for Ray Serve, and without effect: proxies are services of the stack.",
+            help="With Disabled, a stack that is started has no proxy, and no HTTP; other places change nothing.",
         ),
     ] = None,
     address: AddressOption = None,
@@ -268,17 +269,19 @@ def start(
     """
     with session.reporting(as_json=as_json, interrupted="interrupted; the start goes on"):
         note_address(address)
-        if proxy_location is not None:
-            print_error("note: without effect in Muster: --proxy-location; proxies are those of the stack")
-        started = _find_running(session, choice) or _start(session, http_host, http_port)
+        started = _find_running(session, choice)
+        if started is None:
+            has_proxy = proxy_location is not _ProxyLocation.DISABLED
+            started = _start(session, http_host, http_port, has_proxy=has_proxy)
+        elif proxy_location is not None:
+            print_error("note: without effect on a stack that runs: --proxy-location")
         if as_json:
             print_json(started)
         elif started.pid is None:
             print_line(f"a stack runs already, at {started.http_url or started.nats_url}")
         else:
-            print_line(
-                f"the stack runs in the background, at {started.http_url}; 'kill {started.pid}' stops it"
-            )
+            where = f"at {started.http_url}" if started.http_url else "without HTTP"
+            print_line(f"the stack runs in the background, {where}; 'kill {started.pid}' stops it")
 
 
 def _find_running(session: Session, choice: StackChoice) -> Started | None:
@@ -298,7 +301,7 @@ async def _check_reachable(stack: Stack, _progress: Progress) -> None:
     await stack.admin.call(GetAllApplications(limit=1))
 
 
-def _start(session: Session, http_host: str, http_port: int) -> Started:
+def _start(session: Session, http_host: str, http_port: int, *, has_proxy: bool) -> Started:
     """Start `muster up` in a session of its own, whose output goes into a file, and wait until it is ready."""
     state_dir = session.directory / (session.environment.get("MUSTER_STATE_DIR") or DEFAULT_STATE_DIR)
     logs = StatePaths(state_dir).logs
@@ -307,7 +310,14 @@ def _start(session: Session, http_host: str, http_port: int) -> Started:
     command = [sys.executable, "-m", "muster.cli.main", "up", "--json", "--state-dir", str(state_dir)]
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - our own program
-            [*command, "--http-host", http_host, "--http-port", str(http_port)],
+            [
+                *command,
+                "--http-host",
+                http_host,
+                "--http-port",
+                str(http_port),
+                *([] if has_proxy else ["--no-http"]),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -321,7 +331,8 @@ def _start(session: Session, http_host: str, http_port: int) -> Started:
                 {**session.environment, "MUSTER_STATE_DIR": str(state_dir)}, session.directory
             )
             if found is not None:
-                return Started(http_url=found.http_url, nats_url=found.nats_url, pid=process.pid)
+                url = found.http_url if has_proxy else ""
+                return Started(http_url=url, nats_url=found.nats_url, pid=process.pid)
         time.sleep(_START_POLL_S)
     if process.poll() is None:
         process.terminate()

@@ -430,8 +430,12 @@ class Session:
         return make(state_dir, options, on_event=on_event, on_notice=on_notice)
 
     @contextmanager
-    def reporting(self, *, as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
+    def reporting(
+        self, *, as_json: bool, interrupted: str = "interrupted", is_rays: bool = False
+    ) -> Iterator[None]:
         """Print an error raised within the block in a few lines, and exit with its exit code.
+
+        Of a command that has Ray Serve's exit codes (``is_rays``) a bad value or file is 1.
 
         This is the one place where errors become lines and exit codes.
         """
@@ -441,7 +445,8 @@ class Session:
             _report(error, as_json=as_json)
             if isinstance(error, TransientError) and (full := self.full_disk()) is not None:
                 print_error(full)
-            raise typer.Exit(get_exit_code(error)) from error
+            code = get_exit_code(error)
+            raise typer.Exit(ExitCode.FAILED if is_rays and code is ExitCode.BAD_INPUT else code) from error
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt as error:

@@ -367,6 +367,12 @@ def up(
             help="Number of proxy processes that share the HTTP port, 1 to 64.",
         ),
     ] = 1,
+    http: Annotated[
+        bool,
+        typer.Option(
+            "--http/--no-http", help="Whether there is a proxy; without, only handles and NATS call."
+        ),
+    ] = True,
     deploy_example: Annotated[
         bool, typer.Option("--deploy-example", help="Deploy examples/digits unless it is already deployed.")
     ] = False,
@@ -389,6 +395,7 @@ def up(
             nats_port=nats_port,
             num_cpus=num_cpus,
             proxy_processes=proxy_processes,
+            has_proxy=http,
         )
         report = UpReport(directory=session.directory, as_json=as_json)
         stack = session.make_embedded(
