@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -152,7 +153,7 @@ def _located(file: YamlFile, at: int, error: Exception) -> BadField:
 
 @contextlib.contextmanager
 def _in_working_dir(runtime_env: Mapping[str, Any], directory: Path) -> Iterator[list[Path]]:
-    """Be in the application's working directory, as its replicas are: its modules may read files at import.
+    """Be in the application's working directory, with its ``env_vars``, as its replicas are: modules may read them.
 
     Gives what the application is imported from before all else, ``py_modules`` too. Raises `BadField`, `LimitReached`
     for what cannot be unpacked.
@@ -163,8 +164,18 @@ def _in_working_dir(runtime_env: Mapping[str, Any], directory: Path) -> Iterator
         for each in runtime_env.get("py_modules") or ()
         if isinstance(each, str)
     ]
+    variables = {name: str(value) for name, value in (runtime_env.get("env_vars") or {}).items()}
+    before = {name: os.environ.get(name) for name in variables}
     with contextlib.chdir(places[0]) if places and places[0].is_dir() else contextlib.nullcontext():
-        yield [*places, *modules]
+        try:
+            os.environ.update(variables)
+            yield [*places, *modules]
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def _working_dir(runtime_env: Mapping[str, Any], directory: Path) -> list[Path]:

@@ -276,13 +276,20 @@ class DeploymentHandle(Generic[T]):
         """As `remote`, at the replica that `choose_replica` has chosen, with the options of the handle that chose it.
 
         It waits there for a slot. A call whose replica has gone meanwhile fails with `ReplicaUnavailableError` and
-        goes to no other. Raises ValueError for a replica of another deployment, and as `remote` does.
+        goes to no other. Raises ValueError for a replica of another deployment, RuntimeError for a second call with one
+        selection, and as `remote` does.
         """
         if selection.endpoint != self._endpoint:
             raise ValueError(
                 f"Cannot dispatch a selection created for a different deployment. This handle is for "
                 f"{self._endpoint}, but the selection was created for {selection.endpoint}."
             )
+        if selection.is_dispatched:
+            raise RuntimeError(
+                f"ReplicaSelection for {selection.replica_id} has already been dispatched. Each selection can only be "
+                "dispatched once."
+            )
+        selection.is_dispatched = True
         handle = DeploymentHandle(self._deployment_name, self._app_name, selection.options)
         return handle._call(args, kwargs, ReplicaTag(selection.replica_id))
 

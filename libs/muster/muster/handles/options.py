@@ -73,7 +73,7 @@ class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the call may be sent to another replica after its replica died; set by ``idempotent``."""
 
 
-class ReplicaSelection(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSelection(msgspec.Struct, kw_only=True):
     """A replica that `DeploymentHandle.choose_replica` has chosen, for one `DeploymentHandle.dispatch`."""
 
     replica_id: str
@@ -84,6 +84,8 @@ class ReplicaSelection(msgspec.Struct, frozen=True, kw_only=True):
     """Endpoint of the deployment that it was chosen for."""
     options: HandleOptions
     """Options of the handle that chose it, which the call has."""
+    is_dispatched: bool = False
+    """Its one call was made."""
 
 
 _SERIALIZATIONS: Final = ("cloudpickle", "pickle", "msgpack", "orjson")

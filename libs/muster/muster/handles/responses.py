@@ -102,7 +102,7 @@ class DeploymentResponse(_Response[R]):
         """
         call = self._call
         if not _skip_asyncio_check:
-            check_not_on_loop()
+            check_not_on_loop("`await response`")
         if not wait_in_thread(call.wakers, lambda: call.outcome is not None, timeout_s):
             raise TimeoutError(f"no answer within {timeout_s:g} s")
         return self._read()
@@ -191,7 +191,7 @@ class DeploymentResponseGenerator(_Response[R]):
         return self
 
     def __next__(self) -> R:
-        check_not_on_loop()
+        check_not_on_loop("`async for` or `await response.__anext__()`")
         items = self._items
         while (item := self._next()) is NOTHING_YET:
             wait_in_thread(items.wakers, lambda: items.has_data, None)
@@ -225,7 +225,7 @@ class DeploymentBroadcastResponse:
         TimeoutError after ``timeout_s`` seconds (the calls go on), `NotFound` for an unknown deployment, and
         RuntimeError on the thread of a running event loop.
         """
-        check_not_on_loop()
+        check_not_on_loop("`await response.results_async()`")
         end = _end(timeout_s)
         try:
             calls = self._calls.result(timeout_s)

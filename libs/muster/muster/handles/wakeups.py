@@ -72,13 +72,12 @@ def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: 
     return has_happened() or event.wait(timeout_s)
 
 
-def check_not_on_loop() -> None:
-    """Raise RuntimeError on the thread of a running loop."""
+def check_not_on_loop(instead: str) -> None:
+    """Raise RuntimeError, which says what to do ``instead``, on the thread of a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
     raise RuntimeError(
-        "Sync methods should not be called from within an `asyncio` event loop, which would wait for itself. "
-        "Use `await response` or `async for`, or call it from a function that is not async"
+        f"Sync methods should not be called from within an `asyncio` event loop. Use {instead} instead."
     )

@@ -247,6 +247,13 @@ class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
     config: AutoscalingConfig | None = None
     """The configuration that is in force."""
 
+    def __post_init__(self) -> None:
+        """Call what a test of a policy gives as a function, as it may in Ray Serve."""
+        for name in ("total_num_requests", "total_queued_requests", "aggregated_metrics", "raw_metrics"):
+            value = getattr(self, name)
+            if callable(value):
+                msgspec.structs.force_setattr(self, name, value())
+
     @property
     def total_running_requests(self) -> float:
         """Requests that replicas work on."""

@@ -135,22 +135,34 @@ PROBLEM_TYPE: Final = "application/problem+json"
 TEXT_TYPE: Final = "text/plain; charset=utf-8"
 
 
-def build_problem(error: ServeError, error_format: ErrorFormat = ErrorFormat.PROBLEM) -> Problem:
-    """The problem sent to the client for ``error``."""
+def build_problem(
+    error: ServeError,
+    error_format: ErrorFormat = ErrorFormat.PROBLEM,
+    request_id: str = "",
+    limit_s: float = 0.0,
+) -> Problem:
+    """The problem sent to the client for ``error``.
+
+    Plain text names the request, and its time limit in seconds, where these are given.
+    """
     problem = _build_details(error)
     if isinstance(error, NoRoute):
         error_format = error.error_format
-    return problem if error_format is ErrorFormat.PROBLEM else _build_text(problem, error)
+    if error_format is ErrorFormat.PROBLEM:
+        return problem
+    return _build_text(
+        problem, error, f"{request_id} timed out after {round(limit_s, 2)}s" if request_id else ""
+    )
 
 
-def _build_text(problem: Problem, error: ServeError) -> Problem:
+def _build_text(problem: Problem, error: ServeError, timed_out: str) -> Problem:
     """As Ray Serve's proxy sends it (``ray/serve/_private/http_util.py``, ``get_http_response_status``)."""
     status, text = problem.status, problem.message
     match status:
         case 500:
             text = "Internal Server Error"
         case 504:
-            status, text = 408, f"Request timed out: {text}."
+            status, text = 408, f"Request {timed_out or f'timed out: {text}'}."
         case 503 if problem.code != BackPressureError.error_code:
             text = f"The deployment is unavailable: {text}."
     is_delay_configured = isinstance(error, BackPressureError) and error.retry_after_s is not None

@@ -288,7 +288,8 @@ class EndpointHandler:
         try:
             response = await self._handle_endpoint(request, headers, state)
         except ServeError as error:
-            problem = state.problem = build_problem(error, state.error_format)
+            limit_s = state.deadline - started_at
+            problem = state.problem = build_problem(error, state.error_format, state.request_id, limit_s)
             state.status = problem.status
             response = problem_response(problem, state.request_id)
         except (asyncio.CancelledError, ConnectionError):

@@ -211,12 +211,13 @@ class FastPathRequest:
             self._finish(status, head, b"%d" % len(body), body)
 
     def _on_error(self, call: Call, error: ServeError) -> None:
-        self.fail(error, call.spec.endpoint)
+        self.fail(error, call.spec.endpoint, call.spec.deadline)
 
-    def fail(self, error: ServeError, endpoint: Endpoint | None = None) -> None:
-        """Respond with ``error``, in the format of ``endpoint``."""
+    def fail(self, error: ServeError, endpoint: Endpoint | None = None, deadline: float = 0.0) -> None:
+        """Respond with ``error``, in the format of ``endpoint``; ``deadline`` was that of the call."""
         error_format = ErrorFormat.PROBLEM if endpoint is None else endpoint.options.error_format
-        self._finish_problem(build_problem(error, error_format))
+        limit_s = deadline - self._started_at
+        self._finish_problem(build_problem(error, error_format, self.request_id, limit_s))
 
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import sys
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -809,7 +810,7 @@ def test_an_application_is_imported_from_the_zip_that_is_its_working_dir(
     assert "default" in sent(controller)
 
 
-def test_an_application_may_import_its_py_modules(
+def test_an_application_may_import_its_py_modules_and_read_its_variables(
     muster: Muster, controller: Any, module: str, tmp_path: Path
 ) -> None:
     (tmp_path / "lib/own").mkdir(parents=True)
@@ -817,16 +818,18 @@ def test_an_application_may_import_its_py_modules(
     with zipfile.ZipFile(tmp_path / "more.zip", "w") as archive:
         archive.writestr("more/zipped_module.py", "LIMIT = 3\n")
     (tmp_path / "uses_modules.py").write_text(
-        "import muster as serve\nimport own, zipped_module\n"
+        "import os\nimport muster as serve\nimport own, zipped_module\nassert os.environ['MODEL'] == 'seven'\n"
         "app = serve.deployment(max_ongoing_requests=zipped_module.LIMIT)(lambda request: own.NAME).bind()\n"
     )
     modules = f"[./lib/own, 'file://{tmp_path}/more.zip']"
     file = write(
         tmp_path,
-        f"applications: [{{import_path: 'uses_modules:app', runtime_env: {{py_modules: {modules}}}}}]\n",
+        f"applications: [{{import_path: 'uses_modules:app', runtime_env: "
+        f"{{py_modules: {modules}, env_vars: {{MODEL: seven}}}}}}]\n",
     )
     result = muster("deploy", file)
     assert result.exit_code == 0, result.output
+    assert "MODEL" not in os.environ
     assert sent(controller)["default"].deployments[0].backend_config.max_concurrent_queries == 3
 
 

@@ -509,8 +509,11 @@ async def test_a_call_goes_to_the_replica_that_was_chosen_for_it(world: World) -
             assert await response == "yes"
         with pytest.raises(ValueError, match="a different deployment"):
             world.handle("b").dispatch(first)
+        with pytest.raises(RuntimeError, match="has already been dispatched"):
+            world.handle().dispatch(first)
+    async with handle.choose_replica() as third, handle.choose_replica() as fourth:
         world.deploy("default/a", replicas=1)
-        gone = max(first, second, key=lambda selection: selection.replica_id)
+        gone = max(third, fourth, key=lambda selection: selection.replica_id)
         with pytest.raises(ReplicaUnavailableError):
             await world.handle().dispatch(gone)
     assert not world.router._chosen

@@ -52,3 +52,10 @@ def test_the_text_is_ray_serves(
     assert (problem.status, problem.headers) == (status, headers)
     expected = str(error) if text is None else text
     assert encode_problem(problem, "r-1") == ("text/plain; charset=utf-8", expected.encode())
+
+
+def test_plain_text_names_the_request_that_timed_out_and_its_limit() -> None:
+    error = DeadlineExceeded("replica default/Model#1 did not answer in time")
+    problem = build_problem(error, ErrorFormat.TEXT, "r1", 1.0004)
+    assert (problem.status, problem.text) == (408, "Request r1 timed out after 1.0s.")
+    assert build_problem(error, ErrorFormat.PROBLEM, "r1", 1.0).message == str(error)
