@@ -143,15 +143,16 @@ def build_problem(
 ) -> Problem:
     """The problem sent to the client for ``error``.
 
-    Plain text names the request, and its time limit in seconds, where these are given.
+    Plain text names the request, and its time limit in seconds, where these are given and above 0.
     """
     problem = _build_details(error)
     if isinstance(error, NoRoute):
         error_format = error.error_format
     if error_format is ErrorFormat.PROBLEM:
         return problem
+    is_known = bool(request_id) and limit_s > 0
     return _build_text(
-        problem, error, f"{request_id} timed out after {round(limit_s, 2)}s" if request_id else ""
+        problem, error, f"{request_id} timed out after {round(limit_s, 2)}s" if is_known else ""
     )
 
 

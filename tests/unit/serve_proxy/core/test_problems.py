@@ -59,3 +59,5 @@ def test_plain_text_names_the_request_that_timed_out_and_its_limit() -> None:
     problem = build_problem(error, ErrorFormat.TEXT, "r1", 1.0004)
     assert (problem.status, problem.text) == (408, "Request r1 timed out after 1.0s.")
     assert build_problem(error, ErrorFormat.PROBLEM, "r1", 1.0).message == str(error)
+    early = build_problem(error, ErrorFormat.TEXT, "r1", -5.0)  # before it had a limit of its own
+    assert early.text == f"Request timed out: {error}."
