@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
+import msgspec
 import structlog
 
 from serve_common.config.backend import HttpOptions, check_http_options
@@ -74,6 +75,10 @@ class Ingress:
         try:
             change = self._dispatcher.update(snapshots, whole=whole)
             if change is not None:
+                if (
+                    not self._opened.is_set()
+                ):  # who starts after a shutdown listens, as Ray Serve's start does
+                    change = msgspec.structs.replace(change, is_shut_down=False)
                 self._http.take(change)
                 if not change.snapshot_id:
                     self.routes.confirm(HTTP_KEY)
