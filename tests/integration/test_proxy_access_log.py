@@ -243,7 +243,7 @@ async def test_what_cannot_be_read_has_a_line_too(world: tuple[Stack, Log]) -> N
         async with raw_connection(stack.url) as (reader, writer):
             writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        request_id = head.partition("X-Request-ID: ")[2].partition("\r\n")[0]
+        request_id = head.lower().partition("x-request-id: ")[2].partition("\r\n")[0]
         line = await log.line_of(request_id)
         assert (line["status"], line["error"]) == (400, "bad_request")
         assert line["client"].startswith("127.0.0.1:")
