@@ -26,7 +26,7 @@ def is_retold(loop: AttentiveLoop, plan: ReconcilePlan, key: Key) -> bool:
     return after == msgspec.structs.replace(before, message=after.message)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stories)
 def test_at_rest_a_look_at_everything_would_do_nothing_more(story):
     loop = AttentiveLoop(*new_hosts())
@@ -39,7 +39,7 @@ def test_at_rest_a_look_at_everything_would_do_nothing_more(story):
         assert missed.actions == (), f"after {kind} {value}: {missed.actions}"
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stories)
 def test_after_any_story_the_calm_brings_what_is_wanted_to_who_looks_only_at_news(story):
     loop = AttentiveLoop(*new_hosts())
@@ -79,7 +79,7 @@ def check_references(checkpoint: Checkpoint) -> None:
             assert goal is None or application.deleting or goal.status is not GoalStatus.SUPERSEDED
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stories)
 def test_whatever_happens_indices_and_references_are_true(story):
     loop = UncheckedLoop(*new_hosts())
@@ -107,7 +107,7 @@ def settled(loop: Loop) -> dict[str, object]:
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stories)
 def test_who_looks_only_at_news_settles_where_who_looks_at_everything_does(story):
     one, other = UncheckedLoop(*new_hosts()), Loop(*new_hosts(), is_checked=False)

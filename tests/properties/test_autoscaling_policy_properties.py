@@ -81,7 +81,7 @@ looks = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(configs(), st.integers(0, 200), looks)
 def test_whatever_is_read_the_target_is_within_limits_and_missing_data_or_requests_never_lead_to_zero(
     config, num_replicas, story
@@ -113,7 +113,7 @@ def test_waking_keeps_to_the_limits_and_never_takes_any(config, num_replicas, ru
     assert max(num_replicas, 1) <= decision.target <= config.max_replicas
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     configs(queries=st.none()),
     st.integers(0, 60),
@@ -143,7 +143,7 @@ def test_more_load_never_gives_fewer(config, num_replicas, past, more_seen, more
     assert with_burst.target >= base.target
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.floats(0, 50), st.integers(1, 100), st.floats(0, 900), st.floats(0, 900))
 def test_a_constant_load_comes_to_what_is_wanted_within_the_delay(wanted, begin, up_s, down_s):
     assume(wanted <= 10 * begin)  # one step up
@@ -168,7 +168,7 @@ def test_a_constant_load_comes_to_what_is_wanted_within_the_delay(wanted, begin,
         assert needed <= num_replicas <= max(with_spare(wanted), needed)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 60),
     st.integers(1, 60),

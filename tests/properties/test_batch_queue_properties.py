@@ -160,4 +160,4 @@ class Queue(RuleBasedStateMachine):
 
 
 TestQueue = Queue.TestCase
-TestQueue.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestQueue.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

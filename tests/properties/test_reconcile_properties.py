@@ -34,7 +34,7 @@ def new_loop(is_checked: bool = True) -> Loop:
     return Loop(*new_hosts(), is_checked=is_checked)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(stories)
 def test_whatever_happens_every_plan_keeps_its_promises_and_comes_to_rest(story):
     loop = new_loop()
@@ -43,7 +43,7 @@ def test_whatever_happens_every_plan_keeps_its_promises_and_comes_to_rest(story)
         check_fixpoint(loop)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stories)
 def test_after_any_story_the_calm_brings_what_is_wanted(story):
     loop = new_loop()
@@ -67,7 +67,7 @@ lies = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(stories.map(lambda story: story[:6]), lies)
 def test_no_report_whatever_it_says_makes_a_plan_break_its_promises(story, told):
     loop = new_loop()
@@ -93,7 +93,7 @@ def test_no_report_whatever_it_says_makes_a_plan_break_its_promises(story, told)
         check_fixpoint(loop)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @example([("restart host", 0), ("bus goes", None)], Random(0))
 @given(stories, st.randoms(use_true_random=False))
 def test_what_is_heard_in_another_order_comes_to_the_same_knowledge(story, dice):
@@ -117,7 +117,7 @@ def test_what_is_heard_in_another_order_comes_to_the_same_knowledge(story, dice)
         assert observe_proxy(loop.observed, proxy.report, proxy.last_seen_at) == loop.observed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stories)
 def test_a_plan_changes_neither_the_checkpoint_nor_what_was_heard(story):
     loop = new_loop(is_checked=False)
@@ -130,7 +130,7 @@ def test_a_plan_changes_neither_the_checkpoint_nor_what_was_heard(story):
         happen(loop, kind, value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stories, st.integers(0, 3))
 def test_a_defect_in_one_backends_part_stops_no_other(story, at):
     loop = new_loop(is_checked=False)
@@ -174,7 +174,7 @@ def test_an_empty_world_asks_for_nothing() -> None:
     assert plan.due == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stories, commands)
 def test_a_command_again_comes_to_the_same_and_a_refusal_changes_nothing(story, command):
     """Except where another answer is what was asked for: new code without a name, and one step back."""

@@ -342,7 +342,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRouter.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
 # Pinned keys: spread by weight, the same in every process, and moved only where they must.

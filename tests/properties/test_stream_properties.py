@@ -130,7 +130,7 @@ class Pair:
             move()  # type: ignore[operator] - all of them are functions
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32), WINDOWS, st.integers(0, 12 * FRAME_BODY_BYTES_MAX))
 def test_a_whole_body_arrives_over_any_cuts(seed: int, window: int, size: int) -> None:
     body = random.Random(seed).randbytes(64) * (size // 64 + 1)
@@ -141,7 +141,7 @@ def test_a_whole_body_arrives_over_any_cuts(seed: int, window: int, size: int) -
     assert pair.out.is_acknowledged
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32), WINDOWS)
 def test_a_written_body_arrives_over_any_cuts_and_nothing_is_held_then(seed: int, window: int) -> None:
     chance, held = random.Random(seed), RetainedBytes()
@@ -160,7 +160,7 @@ def test_a_written_body_arrives_over_any_cuts_and_nothing_is_held_then(seed: int
     assert held.retained_bytes == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), WINDOWS)
 def test_an_upload_arrives_over_any_cuts(seed: int, window: int) -> None:
     chance, memory = random.Random(seed), UploadMemory()
@@ -181,7 +181,7 @@ def test_an_upload_arrives_over_any_cuts(seed: int, window: int) -> None:
     assert memory.buffered_bytes == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32), WINDOWS)
 def test_messages_arrive_once_and_whole_and_the_close_comes_last(seed: int, window: int) -> None:
     chance, held = random.Random(seed), RetainedBytes()

@@ -138,28 +138,43 @@ QUICK = {
     "history": "muster.cli.up muster.cli.status muster.cli.changes muster.embedded.stack",
 }
 """Commands, and which of Muster's own modules they do not need either."""
+NOBODY = "nats://127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def quick_commands() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All at once: each tries for five seconds to reach a server that nobody answers at."""
+
+    def start(words: str) -> subprocess.Popen[str]:
+        code = (
+            "import sys; from muster.cli import main\n"
+            "try: main()\n"
+            f"finally: print(*sorted(({HEAVY | {*QUICK[words].split()}}) & sys.modules.keys()), file=sys.stderr)"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *words.split()],
+            env={**os.environ, "MUSTER_NATS_URL": NOBODY},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    started = {words: start(words) for words in QUICK}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("words", QUICK)
-def test_a_command_imports_only_what_it_needs(words: str) -> None:
+def test_a_command_imports_only_what_it_needs(
+    words: str, quick_commands: dict[str, subprocess.Popen[str]]
+) -> None:
     """With a server that nobody answers at, it comes as far as NATS."""
-    code = (
-        "import sys; from muster.cli import main\n"
-        "try: main()\n"
-        f"finally: print(*sorted(({HEAVY | {*QUICK[words].split()}}) & sys.modules.keys()), file=sys.stderr)"
-    )
-    nats = "nats://127.0.0.1:1"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words.split()],
-        env={**os.environ, "MUSTER_NATS_URL": nats},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    *_, error, imported = done.stderr.splitlines()
-    assert (done.returncode, imported) == (3, ""), done.stderr
-    assert error.startswith(f"error: NATS at {nats} does not answer"), done.stderr
+    _, stderr = quick_commands[words].communicate(timeout=50)
+    *_, error, imported = stderr.splitlines()
+    assert (quick_commands[words].returncode, imported) == (3, ""), stderr
+    assert error.startswith(f"error: NATS at {NOBODY} does not answer"), stderr
 
 
 def test_the_form_of_ray_serves_status_needs_no_pydantic() -> None:
