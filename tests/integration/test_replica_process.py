@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from serve_common.direct.dialing import DirectLinks
+from serve_common.direct.link import DirectLink, link_token
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
 from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.options import BusOptions
@@ -30,10 +33,12 @@ from serve_common.protocol.frames import (
 from serve_common.protocol.reports import ReplicaGoal, ReplicaRank
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.request_context import current_replica
+from serve_common.runtime.settings import DirectMode
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.bare_runner import RunOrder, start_order
 from tests.support.stacks.raw_peers import running_replica
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -110,6 +115,7 @@ class Driver:
         self.goal = goal
         self.connection = connection
         self.inbox = Inbox(connection, f"t{random.randrange(10**9)}")
+        self.link: DirectLink | None = None
         self.models: asyncio.Queue[tuple[ReplicaTag, list[str]]] = asyncio.Queue()
         connection.subscribe(SUBJECTS.all_models, self._take_models)
 
@@ -127,6 +133,13 @@ class Driver:
             right += msgspec.json.decode(body)["argument"] == "x" * size_bytes
         return right
 
+    async def dial(self) -> None:
+        """Send over a direct link from now on."""
+        links = DirectLinks(DirectMode.ALL, self.inbox, self.connection.publish, lambda _link: None)
+        links.dial(TAG, SUBJECTS.replica(TAG))
+        await eventually(lambda: links.get(TAG))
+        self.link = links.get(TAG)
+
     def send(
         self,
         body: bytes = b"",
@@ -142,7 +155,10 @@ class Driver:
             kind, "POST", "/app", "/app", "", [], DEADLINE_S, len(body), "default/app", "r7", traceparent="00-x",
             call=CallHead(method_name=method_name, model_id=model_id),
         )  # fmt: skip
-        self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
+        if self.link is None:
+            self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
+        else:
+            self.link.send(link_token(reply), head, body)
         return token
 
     async def call(self, body: bytes = b"", **options: str) -> tuple[Head, bytes]:
@@ -160,15 +176,34 @@ class Driver:
             self.inbox.forget(token)
 
 
+WAYS = pytest.mark.parametrize("way", ["the bus", "a direct link"])
+
+
+@pytest.fixture
+def sockets_dir() -> Iterator[str]:
+    """Short, as paths of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="links-") as name:
+        yield f"{name}/direct"
+
+
 @pytest.fixture
 async def driver(
-    shared_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    shared_server: NatsServer,
+    tmp_path: Path,
+    sockets_dir: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> AsyncIterator[Driver]:
     class_name = getattr(request, "param", "App")
     # What is told at once is not told by the way, and nothing is told twice.
     monkeypatch.setattr("serve_replica_host.replica.process.MODELS_INTERVAL_S", 3600.0)
     (tmp_path / "process_app.py").write_text(APP)
-    code = RunOrder(import_path=f"process_app:{class_name}", app_dir=str(tmp_path), max_concurrent_queries=4)
+    code = RunOrder(
+        import_path=f"process_app:{class_name}",
+        app_dir=str(tmp_path),
+        max_concurrent_queries=4,
+        direct_dir=sockets_dir,
+    )
     order = start_order(shared_server.url, TAG, code)
     goal = msgspec.structs.replace(order.goal, code_version=3, peer_versions={BackendTag("default/other"): 2})
     connection = BusConnection(
@@ -269,7 +304,10 @@ async def test_the_models_that_a_replica_holds_are_told_at_once(driver: Driver) 
     assert current_replica() is not None
 
 
-async def test_what_comes_while_user_code_blocks_its_loop_is_heard_at_once(driver: Driver) -> None:
+@WAYS
+async def test_what_comes_while_user_code_blocks_its_loop_is_heard_at_once(driver: Driver, way: str) -> None:
+    if way == "a direct link":
+        await driver.dial()
     async with asyncio.TaskGroup() as tasks:
         blocking = [tasks.create_task(driver.call(method_name="block_until_told")) for _ in range(4)]
         await asyncio.sleep(0)  # they are sent before what follows
@@ -281,6 +319,22 @@ async def test_what_comes_while_user_code_blocks_its_loop_is_heard_at_once(drive
 
     refused_no_more, _ = await driver.call()
     assert isinstance(refused_no_more, ResponseHead)
+
+
+async def test_a_link_that_ends_while_user_code_blocks_its_loop_is_closed_at_both_ends(
+    driver: Driver,
+) -> None:
+    await driver.dial()
+    assert driver.link is not None
+    driver.send(method_name="block_until_told")
+    listener = driver.process._io._listener  # type: ignore[union-attr]
+    await eventually(lambda: driver.process._io.in_flight == 1)  # type: ignore[union-attr]
+    driver.link.close()
+    await eventually(lambda: not listener.open_links)  # type: ignore[union-attr]
+    sys.modules["process_app"].GO.set()
+    driver.link = None
+    head, _ = await driver.call()
+    assert isinstance(head, ResponseHead)
 
 
 async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
@@ -307,8 +361,11 @@ async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
             assert isinstance(head, ResponseHead)
 
 
-async def test_requests_and_long_bodies_of_many_callers_all_come_through(driver: Driver) -> None:
+@WAYS
+async def test_requests_and_long_bodies_of_many_callers_all_come_through(driver: Driver, way: str) -> None:
     """Frames are read in one thread and answers written in both: none may be lost, doubled or torn."""
+    if way == "a direct link":
+        await driver.dial()
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         callers = [tasks.create_task(driver.ask_again_and_again(number)) for number in range(4)]
     assert [task.result() for task in callers] == [60] * 4

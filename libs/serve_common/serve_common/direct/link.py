@@ -38,8 +38,8 @@ FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
 _PREFIX_BYTES: Final = 4 + TOKEN_BYTES
-_READ_BYTES: Final = 256 * 1024
-"""Size of the buffer for reading, whose memory is taken as it is used; it holds the largest frame."""
+_READ_BYTES: Final = 512 * 1024
+"""Size of the buffer for reading, whose memory is taken as it is used: all that a Unix socket holds."""
 _SOCKET_BYTES: Final = 1024 * 1024
 """What a Unix socket should hold, so that both ends work at once; the system's limit is mostly lower."""
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
@@ -173,6 +173,33 @@ class DirectLink(asyncio.BufferedProtocol):
         if self._on_batch_end is not None:
             self._on_batch_end()
 
+    def detach_reader(self) -> socket.socket | None:
+        """Stop reading, so that another thread calls `read` with what this returns, which that thread closes.
+
+        None where that is not possible: for TLS. On the loop's thread.
+        """
+        if self._descriptor < 0 or self._transport is None:
+            return None
+        self._transport.pause_reading()
+        return socket.socket(fileno=os.dup(self._descriptor))
+
+    def read(self, own: socket.socket) -> int:
+        """Read once from what `detach_reader` returned; returns the number of bytes, 0 at the end of the link.
+
+        Raises BlockingIOError when there is nothing. For any thread, one at a time.
+        """
+        try:
+            size_bytes = own.recv_into(self.get_buffer(-1))
+        except BlockingIOError:
+            raise
+        except OSError:  # it is broken
+            size_bytes = 0
+        if size_bytes:
+            self.buffer_updated(size_bytes)
+        else:
+            self._close_soon()
+        return size_bytes
+
     def eof_received(self) -> bool:
         return False
 
@@ -194,7 +221,7 @@ class DirectLink(asyncio.BufferedProtocol):
         while end - at >= _PREFIX_BYTES and not self._is_ended:
             size = int.from_bytes(view[at : at + 4], "big")
             if size > FRAME_BYTES_MAX:
-                self.close()
+                self._close_soon()
                 return
             start = at + _PREFIX_BYTES
             stop = start + size
@@ -227,28 +254,16 @@ class DirectLink(asyncio.BufferedProtocol):
 
         False where that is not possible now: something waits to be written, or the link is TLS. Then `send_frame` them.
         """
-        transport = self._transport
+        data = b"".join([part for token, frame in frames for part in (_prefix(token, frame), frame)])
         with self._writing:
-            if (
-                self._descriptor < 0
-                or transport is None
-                or self._is_paused
-                or self._new
-                or self._urgent
-                or self._waiting
-                or transport.get_write_buffer_size()
-            ):
+            if not self._can_write_now():
                 return False
-            data = b"".join([part for token, frame in frames for part in (_prefix(token, frame), frame)])
-            try:
-                written = os.write(self._descriptor, data)
-            except OSError:  # it is full, or broken, which the transport reports
-                return False
+            rest = self._write_now((data,))
+            if rest and len(rest[0]) == len(data):
+                return False  # it is full, or broken, which the transport reports
             self.sent_frames += len(frames)
-            if written < len(data):  # the first that the loop writes
-                self._new.append((frames[-1][0], (data[written:],), len(data) - written))
-                self._added_bytes += len(data) - written
-                self._schedule_writing()
+            if rest:
+                self._queue((frames[-1][0], rest, len(rest[0])))  # the first that the loop writes
         return True
 
     def send(self, token: bytes, head: Head, body: Bytes = b"") -> bool:
@@ -269,7 +284,9 @@ class DirectLink(asyncio.BufferedProtocol):
         self._is_ended = True
         with self._writing:
             if self._descriptor >= 0:
-                os.close(self._descriptor)
+                # Another thread may still have a descriptor of it.
+                with socket.socket(fileno=self._descriptor) as own, contextlib.suppress(OSError):
+                    own.shutdown(socket.SHUT_RDWR)
                 self._descriptor = -1
         for items in (self._new, self._urgent, self._waiting):
             items.clear()
@@ -277,15 +294,57 @@ class DirectLink(asyncio.BufferedProtocol):
             self._transport.abort()
         self._on_end(self)
 
+    def _close_soon(self) -> None:
+        if threading.get_ident() == self._thread:
+            self.close()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                self._loop.call_soon_threadsafe(self.close)
+
     def _add(self, item: _Item) -> bool:
         if self._is_ended:
             return False
         with self._writing:
-            self._new.append(item)
-            self._added_bytes += item[2]
             self.sent_frames += 1
-        self._schedule_writing()
+            if threading.get_ident() != self._thread and self._can_write_now():
+                token, pieces, _ = item
+                rest = self._write_now(pieces)
+                if not rest:
+                    return True
+                item = token, rest, sum(map(len, rest))
+            self._queue(item)
         return True
+
+    def _queue(self, item: _Item) -> None:
+        self._new.append(item)
+        self._added_bytes += item[2]
+        self._schedule_writing()
+
+    def _can_write_now(self) -> bool:
+        """Whether the calling thread may write to the socket: nothing waits that has to go first."""
+        transport = self._transport
+        return not (
+            self._descriptor < 0
+            or transport is None
+            or self._is_paused
+            or self._new
+            or self._urgent
+            or self._waiting
+            or transport.get_write_buffer_size()
+        )
+
+    def _write_now(self, pieces: tuple[Bytes, ...]) -> tuple[Bytes, ...]:
+        """Write what the socket takes; returns the rest."""
+        self.last_used_at = self._loop.time()
+        try:
+            written = os.writev(self._descriptor, pieces)
+        except OSError:  # it is full, or broken, which the transport reports
+            return pieces
+        for number, piece in enumerate(pieces):
+            if written < len(piece):
+                return (memoryview(piece)[written:], *pieces[number + 1 :])
+            written -= len(piece)
+        return ()
 
     def _schedule_writing(self) -> None:
         if self._is_scheduled:

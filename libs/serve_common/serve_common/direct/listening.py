@@ -73,6 +73,7 @@ class LinkListener:
         on_frame: OnFrame,
         on_end: Callable[[DirectLink], None],
         on_batch_end: Callable[[], None],
+        on_open: Callable[[DirectLink], None] = lambda _link: None,
         machine: str | None = None,
     ) -> None:
         """``directory`` is where the socket is made, ``uids`` are the users whose processes may connect there.
@@ -93,6 +94,8 @@ class LinkListener:
         self._on_frame = on_frame
         self._on_end = on_end
         self._on_batch_end = on_batch_end
+        self.on_open: Final = on_open
+        """Called with each new link."""
         self._loop = asyncio.get_running_loop()
         self._tickets: dict[bytes, tuple[bytes, float]] = {}
         """Inbox, and until when it is good, by ticket; oldest first."""
@@ -185,8 +188,8 @@ class LinkListener:
         return self._links.get(inbox)
 
     def inbox(self, link: DirectLink) -> bytes:
-        """The inbox of a link's router."""
-        return self._inboxes[link]
+        """The inbox of a link's router, on any thread; empty when the link has ended."""
+        return self._inboxes.get(link, b"")
 
     @property
     def open_links(self) -> int:
@@ -327,6 +330,8 @@ class _Arrival(asyncio.Protocol):
             part, rest = rest[: len(buffer)], rest[len(buffer) :]
             buffer[: len(part)] = part
             link.buffer_updated(len(part))
+        if link.is_open:
+            self._listener.on_open(link)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's
         self._listener.leave(self)

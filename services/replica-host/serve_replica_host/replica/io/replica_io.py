@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
@@ -18,9 +16,7 @@ from serve_common.direct.link import DirectLink
 from serve_common.direct.listening import LinkListener
 from serve_common.direct.tcp import TcpEndpoint, is_wildcard
 from serve_common.nats.connection import BusConnection
-from serve_common.nats.link import Link
-from serve_common.nats.options import PayloadTooLarge
-from serve_common.nats.outbox import SharedSocket
+from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import CRLF, Subscription, encode_pub, encode_pub_line
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
@@ -28,17 +24,14 @@ from serve_common.runtime.threads import Mailbox
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.protocol import ReplicaProtocol
-from serve_replica_host.replica.io.request import IoEvent, Left, UserEvent
+from serve_replica_host.replica.io.readers import SharedReader
+from serve_replica_host.replica.io.request import IoEvent, Left, Taken, UserEvent, WholeResponseEvent
 from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.telemetry.traces import Traces
 from serve_replica_host.replica.user.code import UserCode
 from serve_replica_host.replica.user.executor import UserExecutor
 
 _log = structlog.get_logger(__name__)
-
-READ_BYTES: Final = 256 * 1024
-"""Maximum bytes of one read, so that nothing else waits for long."""
-
 
 _BATCH_BYTES_MAX: Final = 256 * 1024
 _SMALL_BYTES_MAX: Final = 4 * 1024
@@ -73,15 +66,19 @@ class FrameBatch:
         Raises as `BusConnection.publish`.
         """
         connection = self._connection
+        is_on_bus_loop = threading.get_ident() == self._bus_thread
         if not connection.can_write_shared:
-            connection.publish(subject, frame)
+            if is_on_bus_loop:
+                connection.publish(subject, frame)
+            else:  # the request's direct link is gone, and the bus connection is its loop's own, or away
+                self._bus_loop.call_soon_threadsafe(self._publish_later, subject, frame)
             return
         size_bytes = len(frame)
         if size_bytes > connection.max_payload:
             raise PayloadTooLarge(
                 f"message of {size_bytes} bytes: the server takes at most {connection.max_payload}"
             )
-        if not self._pieces and threading.get_ident() == self._bus_thread:
+        if not self._pieces and is_on_bus_loop:
             self._bus_loop.call_soon(self.flush)
         if size_bytes <= _SMALL_BYTES_MAX:
             self._pieces.append(encode_pub(subject, b"", frame))
@@ -90,6 +87,12 @@ class FrameBatch:
         self._bytes += size_bytes
         if self._bytes >= _BATCH_BYTES_MAX:
             self.flush()
+
+    def _publish_later(self, subject: bytes, frame: bytes) -> None:
+        try:
+            self._connection.publish(subject, frame)
+        except (NotConnected, OutboundFull, PayloadTooLarge) as error:
+            self._lost_frames.log(time.monotonic(), "frames_lost", error=str(error))
 
     def flush(self) -> None:
         """Send the published frames."""
@@ -101,133 +104,6 @@ class FrameBatch:
             if not self._connection.write_shared(pieces):
                 # Routers re-request lost frames when the bus is back, as after every lost connection.
                 self._lost_frames.log(time.monotonic(), "frames_lost", pieces=len(pieces))
-
-
-@final
-class NatsReader:
-    """A `LinkReader` that reads on the user loop. Data is passed to `Link.take_data` under the protocol's lock.
-
-    Why: a request that arrives while the user loop is idle, as most do, then needs no other thread to wake up before
-    the user's code runs. Measured with one client at a time, that wake-up was a third of what a replica costs.
-    """
-
-    def __init__(
-        self,
-        user_queue: Mailbox[UserEvent],
-        frames: FrameBatch,
-        lock: threading.RLock,
-        work: Callable[[], None],
-    ) -> None:
-        """``user_queue`` receives items for the user side; reads happen on its loop.
-
-        ``lock`` is the one under which `ReplicaProtocol` is called; ``work`` is called on the user loop after reading.
-        """
-        self.is_on_user_loop = False
-        """True while the user loop reads; accessed under the lock."""
-        self._user_queue = user_queue
-        self._user_loop = user_queue.loop
-        self._frames = frames
-        self._process_user_items = work
-        self._lock = lock
-        self._buffer = memoryview(bytearray(READ_BYTES))
-        self._link: Link | None = None
-        self._shared: SharedSocket | None = None
-        self._socket: socket.socket | None = None
-        self._reads = 0
-        self._reads_seen = 0
-        self._was_readable = False
-
-    def attach(self, link: Link) -> None:
-        """Start reading ``link`` on the user loop; called on the bus loop."""
-        shared = link.detach_reader()
-        if shared is None:
-            return
-        with self._lock:
-            self._link, self._shared = link, shared
-            self._socket = shared.reader()
-            self._was_readable = False
-        self._user_loop.call_soon_threadsafe(self._start_reading, self._socket)
-
-    def detach(self) -> None:
-        """Stop reading on the user loop; called on the bus loop."""
-        with self._lock:
-            former, self._socket, self._link, self._shared = self._socket, None, None, None
-        if former is None:
-            return
-        try:
-            self._user_loop.call_soon_threadsafe(self._stop_reading, former)
-        except RuntimeError:  # the loop is closed: the process exits
-            former.close()
-
-    def read_unread(self) -> None:
-        """Read what a blocked user loop leaves unread; called on the bus loop, several times a second.
-
-        Why: refusals, cancels, probes and drains must not wait for user code. Data that is unread at two consecutive
-        calls is read by this thread, in the same order.
-        """
-        shared = self._shared
-        if self._reads != self._reads_seen or shared is None:
-            self._reads_seen = self._reads
-            self._was_readable = False
-            return
-        was_readable, self._was_readable = self._was_readable, shared.is_readable()
-        if not (was_readable and self._was_readable):
-            return
-        with self._lock:
-            self._user_queue.gather()
-            while self._read():
-                pass
-            self._frames.flush()
-        self._user_queue.wake()
-
-    # -- on the user loop --
-
-    def _start_reading(self, own: socket.socket) -> None:
-        if own is self._socket:
-            self._user_loop.add_reader(own.fileno(), self._on_readable, own)
-        else:
-            own.close()  # it was detached before it was started
-
-    def _stop_reading(self, former: socket.socket) -> None:
-        if former.fileno() >= 0:
-            self._user_loop.remove_reader(former.fileno())
-            former.close()
-
-    def _on_readable(self, own: socket.socket) -> None:
-        """Read, as the socket is readable."""
-        with self._lock:
-            if own is not self._socket:
-                return  # about to be closed
-            self._reads += 1
-            self.is_on_user_loop = True
-            try:
-                self._read()
-            finally:
-                self.is_on_user_loop = False
-            self._frames.flush()
-        if self._link is None:
-            self._stop_reading(own)
-        self._process_user_items()
-
-    # -- under the lock --
-
-    def _read(self) -> bool:
-        """Read once; True when there may be more."""
-        own, link = self._socket, self._link
-        if own is None or link is None:
-            return False
-        try:
-            size_bytes = own.recv_into(self._buffer)
-        except BlockingIOError:
-            return False  # the other thread was faster
-        except OSError as error:
-            _log.debug("bus_read_failed", error=repr(error))
-            size_bytes = 0
-        link.take_data(bytes(self._buffer[:size_bytes]))
-        if not size_bytes:
-            self._link = None  # it has ended; its owner reports that
-            return False
-        return True
 
 
 SWEEP_S: Final = 0.05
@@ -260,7 +136,9 @@ class ReplicaIO:
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
         self._user_queue: Mailbox[UserEvent] = Mailbox(user_loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - created below
-        self._reader = NatsReader(self._user_queue, self._frames, self._lock, self._process_user_items)
+        self._reader = SharedReader(
+            self._user_queue, self._frames.flush, self._lock, self._process_user_items
+        )
         self._protocol = ReplicaProtocol(
             publish=self._frames.publish,
             pending_bytes=lambda: self._frames.pending_bytes,
@@ -273,16 +151,16 @@ class ReplicaIO:
         self._listener: LinkListener | None = None
         self._local_host = ""
         """This process' address in its newest connection to NATS."""
-        io_queue: Mailbox[IoEvent] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
+        self._io_queue: Mailbox[IoEvent] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
         self._direct = DirectResponses(
             connection,
-            io_queue.put,
+            self._put_for_io,
             self._on_response_sent,
             lambda: self._protocol.in_flight,
             time.monotonic,
             get_link=self._protocol.get_link,
         )
-        self.user_executor: Final = UserExecutor(code, io_queue.put, self._direct, traces)
+        self.user_executor: Final = UserExecutor(code, self._put_for_io, self._direct, traces)
         connection.reader = self._reader
         connection.after_messages = self._user_queue.wake
         connection.on_connected.append(self._on_connected)
@@ -325,7 +203,8 @@ class ReplicaIO:
             tcp=TcpEndpoint(host, bus.direct_ports, lambda: advertised or self._local_host) if host else None,
             on_frame=self._take_link_frame,
             on_end=self._link_ended,
-            on_batch_end=self._user_queue.wake,
+            on_batch_end=self._end_link_batch,
+            on_open=self._reader.attach_direct,
         )
         await listener.start(tasks)
         self._listener = listener
@@ -371,12 +250,23 @@ class ReplicaIO:
         listener = self._listener
         if listener is None:
             return
-        reply = listener.inbox(link) + token.hex().encode()
+        inbox = listener.inbox(link)
+        if not inbox:
+            return  # it has ended meanwhile
+        reply = inbox + token.hex().encode()
         with self._lock:
-            self._user_queue.gather()  # the end of the read ends that
+            if not self._reader.is_on_user_loop:
+                self._user_queue.gather()  # the end of the read ends that
             self._protocol.handle_link_frame(link, reply, frame)
 
+    def _end_link_batch(self) -> None:
+        with self._lock:
+            is_on_user_loop = self._reader.is_on_user_loop
+        if not is_on_user_loop:
+            self._user_queue.wake()
+
     def _link_ended(self, link: DirectLink) -> None:
+        self._reader.detach_direct(link)
         with self._lock:
             self._protocol.link_lost(link)
 
@@ -391,6 +281,15 @@ class ReplicaIO:
         self._direct.hold()
         self._user_queue.empty()
         self._direct.flush()
+
+    def _put_for_io(self, outcome: IoEvent) -> None:
+        """Process an outcome: here and now what can overtake no other one of its request, else on the bus loop."""
+        kind = type(outcome)
+        if kind is Taken or (kind is WholeResponseEvent and outcome.exchange.is_direct):
+            self._take_outcome(outcome)
+            self._frames.flush()
+        else:
+            self._io_queue.put(outcome)
 
     def _take_outcome(self, outcome: IoEvent) -> None:
         with self._lock:
