@@ -32,7 +32,7 @@ from muster.embedded.options import DEFAULT_STATE_DIR, StackFailed, StatePaths
 from serve_common.api.commands import Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
-from serve_common.errors import BadField, BusUnavailable, NotFound
+from serve_common.errors import BadField, BusUnavailable
 
 if TYPE_CHECKING:
     from muster.sdk.states import ServeStatus
@@ -175,7 +175,7 @@ def config(
 
 
 def read_serve_status(name: str | None) -> ReadRequest[Any]:
-    """The status in Ray Serve's form: of everything, or of one application. Raises `NotFound` for an unknown one."""
+    """The status in Ray Serve's form: of everything, or of one application, which may be unknown (None)."""
 
     async def read(admin: AdminClient) -> Any:
         # Only here: no other command needs it.
@@ -184,11 +184,15 @@ def read_serve_status(name: str | None) -> ReadRequest[Any]:
         status: ServeStatus = view_status(await admin.fetch_status(), await admin.call(GetAllApplications()))
         if name is None:
             return _plain(asdict(status))
-        if name not in status.applications:
-            raise NotFound(f'Application "{name}" does not exist.')
-        return _plain(asdict(status.applications[name]))
+        return _plain(asdict(status.applications[name])) if name in status.applications else None
 
-    return ReadRequest(read, lambda status: print_line(dump_yaml(status).rstrip("\n")))
+    def show(status: Any) -> None:
+        if status is None:  # as in Ray Serve no failure: scripts poll for it
+            print_error(f'Application "{name}" does not exist.')
+        else:
+            print_line(dump_yaml(status).rstrip("\n"))
+
+    return ReadRequest(read, show)
 
 
 @change_command(timeout_s=600.0)

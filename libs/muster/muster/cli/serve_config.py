@@ -29,8 +29,15 @@ BUILT_OPTIONS: Final[dict[str, Any]] = {
     "proxy_location": "EveryNode",
     "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - Ray Serve's text
     "grpc_options": {"port": 9000, "grpc_servicer_functions": [], "enable_reflection": True},
+    "logging_config": {
+        "encoding": "TEXT",
+        "log_level": "INFO",
+        "logs_dir": None,
+        "enable_access_log": True,
+        "additional_log_standard_attrs": [],
+    },
 }
-"""What Ray Serve writes into a file of `build` beside the applications; without effect, as these are its defaults."""
+"""What Ray Serve writes into a file of `build` beside the applications; the first three have no effect."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):

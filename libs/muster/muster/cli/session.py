@@ -109,8 +109,8 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
         url = DEFAULT_URL
     if url is None:
         raise BusUnavailable(
-            "no stack was found; start one with 'muster up', or say where one is with --nats or MUSTER_NATS_URL "
-            "('muster context' names stacks; MUSTER_STATE_DIR finds that of 'muster up --state-dir')"
+            "no stack was found to connect to; start one with 'muster up', or say where one is with --nats or "
+            "MUSTER_NATS_URL ('muster context' names stacks; MUSTER_STATE_DIR finds that of 'muster up --state-dir')"
         )
     parsed = parse_urls(url, field)
     user = options.user or parsed.user or environment.text("MUSTER_NATS_USER", DEFAULT_USER)

@@ -117,13 +117,12 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
                 f"which {import_path} is",
             )
         return found
-    if isinstance(found, Deployment):
-        raise BadField("import_path", f"{import_path} is a deployment; name what its bind() returns")
     if not isinstance(found, FunctionType):
+        hint = "; name what its bind() returns" if isinstance(found, Deployment) else ""
         raise BadField(
             "import_path",
-            f"{import_path} is a {type(found).__name__}, and no application (what bind() returns) nor a function that "
-            "builds one",
+            "Expected a built Serve application or an application builder function but got: "
+            f"{import_path}, a {type(found)}{hint}.",
         )
     if arguments is None:
         raise BadField(
@@ -136,7 +135,11 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
     except NameError:
         parameters = inspect.signature(found).parameters
     if len(parameters) != 1:
-        raise BadField("import_path", f"{import_path} must take one parameter, a dictionary of the arguments")
+        raise BadField(
+            "import_path",
+            "Application builder functions should take exactly one parameter, a dictionary containing the passed "
+            f"arguments, which {import_path} does not.",
+        )
     kind = next(iter(parameters.values())).annotation
     values: Any = dict(arguments)
     if inspect.isclass(kind) and issubclass(kind, BaseModel):
@@ -151,7 +154,8 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
     if not isinstance(app, Application):
         raise BadField(
             "import_path",
-            f"{import_path} must return an application, what bind() returns, not {type(app).__name__}",
+            "Application builder functions must return an `Application` returned from `Deployment.bind()`, but "
+            f"{import_path} returned: {type(app)}.",
         )
     return app
 

@@ -160,8 +160,8 @@ def _build_text(problem: Problem, error: ServeError, timed_out: str) -> Problem:
     """As Ray Serve's proxy sends it (``ray/serve/_private/http_util.py``, ``get_http_response_status``)."""
     status, text = problem.status, problem.message
     match status:
-        case 500:
-            text = "Internal Server Error"
+        case 500 | 502:
+            status, text = 500, "Internal Server Error"
         case 504:
             status, text = 408, f"Request {timed_out or f'timed out: {text}'}."
         case 503 if problem.code != BackPressureError.error_code:

@@ -400,8 +400,16 @@ def test_a_bad_file_is_refused_with_path_and_line_before_anything_is_sent(
     [
         ("nowhere:app", "", "f.yaml:1: applications[0].import_path: nowhere:app: No module named 'nowhere'"),
         ("{module}:appl", "", "has no attribute 'appl'"),
-        ("{module}:Model", "", "{module}:Model is a deployment; name what its bind() returns"),
-        ("{module}:Args", "", "{module}:Args is a ModelMetaclass"),
+        (
+            "{module}:Model",
+            "",
+            "but got: {module}:Model, a <class 'muster.sdk.deployments.Deployment'>; name what",
+        ),
+        (
+            "{module}:Args",
+            "",
+            "Expected a built Serve application or an application builder function but got: {module}:Args",
+        ),
         ("{module}:broken", "", "no luck today"),
         ("{module}:app", "args: {x: 1}", "applications[0].args: Arguments can only be passed"),
         ("{module}:typed", "args: {count: many}", "applications[0].args: of {module}:typed"),
@@ -478,7 +486,7 @@ def test_an_import_path_that_cannot_be_imported_or_built_is_exit_code_1(
         "broken": "RuntimeError: no luck today",
         "leaves": "SystemExit: 0",
         "absent": "has no attribute 'absent'",
-        "Model": "Model is a deployment",
+        "Model": "application builder function but got",
     }
     for result in (
         run(f"{module}:{name}"),
@@ -769,7 +777,16 @@ def test_what_build_writes_deploys_what_the_code_says(
     assert "without effect" not in deployed.stderr
     assert muster("deploy", f"{module}:app").exit_code == 0
     from_file, from_code = controller.asked_of("deploy_application")
-    assert from_file.deployments == from_code.deployments
+    logging = built["logging_config"]
+    assert (logging["encoding"], logging["enable_access_log"]) == ("TEXT", True)
+    logs = LoggingConfig(enable_access_log=True)
+    assert [each.backend_config.logging_config for each in from_file.deployments] == [logs, logs]
+    assert from_file.deployments == [
+        msgspec.structs.replace(
+            each, backend_config=msgspec.structs.replace(each.backend_config, logging_config=logs)
+        )
+        for each in from_code.deployments
+    ]
     several = yaml.safe_load(muster("build", f"{module}:app", f"{module}.app").stdout)
     assert [(each["name"], each["route_prefix"]) for each in several["applications"]] == [
         ("app1", "/app1"),
@@ -913,7 +930,7 @@ def test_status_in_rays_form(muster: Muster, controller: Any) -> None:
         == "DEPLOY_FAILED"
     )
     unknown = muster("status", "--name", "nope", "--format", "ray")
-    assert unknown.exit_code == 4
+    assert unknown.exit_code == 0
     assert 'Application "nope" does not exist.' in unknown.stderr
     assert muster("status", "digits", "--name", "b").exit_code == 2
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_common.config.backend import BackpressureConfig, ErrorFormat
 from serve_common.dispatch.errors import BackPressureError, MethodNotAllowed, NoRoute, ReplicaError
-from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ServeError
+from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ReplicaDied, ServeError
 from serve_common.names import BackendTag
 from serve_common.protocol.snapshots import BackendProtection
 from serve_proxy.core.problems import build_problem, encode_problem
@@ -28,6 +28,7 @@ _FULL = "Request dropped due to backpressure (num_queued_requests=3, max_queued_
         (ServeError("the proxy failed"), 500, "Internal Server Error", ()),
         (DeadlineExceeded("no response in 1 s"), 408, "Request timed out: no response in 1 s.", ()),
         (ReplicaError("deadline_exceeded", 504, "a child's"), 408, "Request timed out: a child's.", ()),
+        (ReplicaDied("it may have run"), 500, "Internal Server Error", ()),
         (NoReplicaAvailable("none runs"), 503, "The deployment is unavailable: none runs.", ()),
         (
             full(BackendProtection()),
