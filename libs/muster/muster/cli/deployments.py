@@ -117,6 +117,14 @@ def deploy(
             "--prev-version", metavar="VERSION", help="Refuse the deploy unless this version is deployed now."
         ),
     ] = None,
+    fails: Annotated[
+        bool,
+        typer.Option(
+            "--fail",
+            help="Exit code 1 when an application of one of Ray Serve's files fails. Default: 0, as in Ray Serve, and "
+            "the failure on standard error and in 'muster status'.",
+        ),
+    ] = False,
     runtime_env: RuntimeEnvOption = None,
     runtime_env_json: RuntimeEnvJsonOption = None,
     working_dir: WorkingDirOption = None,
@@ -183,7 +191,7 @@ def deploy(
             if arguments:
                 raise BadField("KEY=VALUE", "Application arguments cannot be specified for a config file.")
             ignored = of_application.ignored_with_file(name, (), has_environment=False)
-            return build_file_change(session, target, app_dir=app_dir, ignored=ignored)
+            return build_file_change(session, target, app_dir=app_dir, ignored=ignored, fails=fails)
         return build_import_change(session, target, arguments or [], of_application, app_dir, name=name)
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(

@@ -162,7 +162,10 @@ def config(
     note_address(address)
 
     def show(views: Sequence[ApplicationView]) -> None:
-        configs = {view.name: view.app_config for view in views if view.app_config is not None}
+        # Only here: no other command needs it.
+        from muster.sdk.states import by_deploy  # noqa: PLC0415 - as above
+
+        configs = {view.name: view.app_config for view in by_deploy(views) if view.app_config is not None}
         if name is not None and name not in configs:
             print_line(f'No config has been deployed for application "{name}".')
         elif not configs:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import typer
 
 from muster.cli import parsing
 from muster.cli.apps import FileText, build_app_change, read_file
@@ -26,7 +27,7 @@ from muster.cli.changes import ChangeOptions, ChangeOutcome, ChangeRequest, Chan
 from muster.cli.output import print_error, print_line
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
-from muster.cli.session import Session, StackChoice
+from muster.cli.session import ExitCode, Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import LoggingConfig, ServeApplicationSchema
@@ -243,13 +244,14 @@ def build_file_change(
     *,
     app_dir: str | None,
     ignored: str | None,
+    fails: bool,
 ) -> ChangeRequest | ChangeRun:
-    """What `muster deploy FILE` does. Raises `BadField`."""
+    """What `muster deploy FILE` does; ``fails`` as in `run_deploy`. Raises `BadField`."""
     found = read_file(file, session.directory, "FILE")
     if ignored is not None:
         print_error(ignored)
     request = prepare_serve_file(session, found, app_dir)
-    return build_app_change(found) if request is None else partial(run_deploy, request=request)
+    return build_app_change(found) if request is None else partial(run_deploy, request=request, fails=fails)
 
 
 def prepare_serve_file(session: Session, found: FileText, app_dir: str | None) -> ServeRequest | None:
@@ -288,7 +290,7 @@ def build_import_change(
         route_prefix=options.route_prefix or "/",
         is_recorded=True,
     )
-    return partial(run_deploy, request=request)
+    return partial(run_deploy, request=request, fails=True)
 
 
 def import_places(session: Session, app_dir: str | None) -> list[Path]:
@@ -432,21 +434,29 @@ async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest,
 
 
 def run_deploy(
-    session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest
+    session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest, fails: bool
 ) -> None:
-    """`muster deploy` of a request, reported as other changes are, with Ray Serve's words, which scripts look for."""
+    """`muster deploy` of a request, reported as other changes are, with Ray Serve's words, which scripts look for.
+
+    Not ``fails``: an application that fails is no failure of the command. Ray Serve's scripts ask for its status, and
+    then do what is to be done.
+    """
     is_quiet = options.as_json or options.dry_run
     if not is_quiet:
         what = "config file" if request.is_whole else "import path"
         print_line(f"Deploying from {what}: '{request.named}'.")
-    run_changes(
-        session,
-        choice,
-        options,
-        request.named,
-        plan=lambda stack: plan(stack, request),
-        work=lambda changes: deploy(changes, request),
-    )
+    try:
+        run_changes(
+            session,
+            choice,
+            options,
+            request.named,
+            plan=lambda stack: plan(stack, request),
+            work=lambda changes: deploy(changes, request),
+        )
+    except typer.Exit as failure:
+        if fails or is_quiet or failure.exit_code != ExitCode.FAILED:
+            raise
     if not is_quiet:
         print_line(_SENT)
 

@@ -159,8 +159,13 @@ def view_status(status: StatusView, applications: Sequence[ApplicationView]) -> 
             proxy.proxy_id: _PROXY_STATUSES.get(proxy.status, ProxyStatus.UNHEALTHY)
             for proxy in status.proxies
         },
-        applications={app.name: _application(app, deployments) for app in applications},
+        applications={app.name: _application(app, deployments) for app in by_deploy(applications)},
     )
+
+
+def by_deploy(applications: Sequence[ApplicationView]) -> list[ApplicationView]:
+    """In the order of their last deploys, as Ray Serve, which has that of their first ones, mostly shows them."""
+    return sorted(applications, key=lambda app: app.deployed_at)
 
 
 def _application(app: ApplicationView, deployments: dict[str, DeploymentView]) -> ApplicationStatusOverview:

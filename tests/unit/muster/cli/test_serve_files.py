@@ -440,11 +440,11 @@ def test_what_cannot_be_imported_or_built_fails_by_itself_and_the_others_are_dep
     )
     file = write(tmp_path, text)
     result = muster("deploy", file)
-    assert result.exit_code == 1
+    assert result.exit_code == 0
     assert "error: application bad: the change failed:" in result.stderr
     assert words.format(module=module) in result.stderr
     assert "application good is deployed" in result.stdout
-    assert "Sent deploy request successfully." not in result.stdout
+    assert "Sent deploy request successfully." in result.stdout
     assert list(sent(controller)) == ["good"]
     [failure] = controller.asked_of("record_build_failure")
     assert failure.name == "bad"
@@ -452,8 +452,10 @@ def test_what_cannot_be_imported_or_built_fails_by_itself_and_the_others_are_dep
     assert failure.app_config["import_path"] == import_path.format(module=module)
     assert [each.name for each in controller.asked_of("delete_application")] == ["old"]
 
-    parsed = json.loads(muster("deploy", file, "--json", "--no-wait").stdout)
-    assert {each["what"]: each["outcome"]["result"] for each in parsed} == {
+    assert muster("deploy", file, "--fail").exit_code == 1
+    reported = muster("deploy", file, "--json", "--no-wait")
+    assert reported.exit_code == 1
+    assert {each["what"]: each["outcome"]["result"] for each in json.loads(reported.stdout)} == {
         "application bad": "failed",
         "application good": "accepted",
         "application old": "accepted",
@@ -472,7 +474,7 @@ def test_a_failed_build_that_cannot_be_recorded_is_told_all_the_same(
 ) -> None:
     controller.answers["record_build_failure"] = LimitReached("too many")
     file = write(tmp_path, "applications: [{import_path: 'nowhere:app'}]")
-    result = muster("deploy", file)
+    result = muster("deploy", file, "--fail")
     assert result.exit_code == 1
     assert "No module named 'nowhere'" in result.stderr
     assert "Its status does not show that: too many" in result.stderr
@@ -590,7 +592,8 @@ def test_one_application_that_fails_leaves_the_others_alone(
         f"{{name: good, route_prefix: /good, import_path: '{module}:app'}}]",
     )
     result = muster("deploy", file)
-    assert result.exit_code == 1
+    assert result.exit_code == 0
+    assert muster("deploy", file, "--fail").exit_code == 1
     assert "no weights" in result.stderr
     assert "application good is deployed" in result.stdout
     parsed = json.loads(muster("deploy", file, "--json").stdout)
