@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -162,11 +164,14 @@ def url(directory: Path) -> Iterator[str]:
     try:
         yield line.partition(" at ")[2].partition(";")[0]
     finally:
-        pid = int(line.partition("'kill ")[2].partition("'")[0])
-        os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 60
-        while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
+        stop(int(line.partition("'kill ")[2].partition("'")[0]))
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def status(directory: Path, name: str) -> Any:
@@ -225,7 +230,7 @@ def test_an_application_that_cannot_be_built_fails_by_itself_and_its_former_vers
         "- {name: new, route_prefix: /new, import_path: 'nowhere:app'}\n"
         "- {name: stays, route_prefix: /stays, import_path: 'app:build', args: {greeting: moin}}\n"
     )
-    output = muster(directory, "deploy", "i.yaml", code=1)
+    output = muster(directory, "deploy", "i.yaml")
     assert "error: application changes: the change failed:" in output
     assert "KeyError: 'greeting'" in output
     assert "i.yaml:3: applications[1].import_path: nowhere:app: No module named 'nowhere'" in output
@@ -338,3 +343,39 @@ def test_a_run_without_a_stack_has_one_of_its_own_that_other_commands_find(tmp_p
         run.send_signal(signal.SIGTERM)
         assert run.wait(60) == 0
     assert not (tmp_path / ".muster").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def test_an_empty_stack_in_the_background_takes_the_port_of_the_first_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, port, another = free_port(), free_port(), free_port()
+    # As another stack may have the default port on this machine.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import muster.cli.background as background\nbackground.DEFAULT_HTTP_PORT = {default}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "words.py").write_text(WORDS)
+    file = "http_options: {{port: {}}}\napplications: [{{import_path: 'app:app'}}]\n"
+    (tmp_path / "one.yaml").write_text(file.format(port))
+    (tmp_path / "two.yaml").write_text(file.format(another))
+    muster(tmp_path, "start", "--http-port", str(default))
+    pids = [json.loads((tmp_path / ".muster/run.json").read_text())["pid"]]
+    try:
+        output = muster(tmp_path, "deploy", "one.yaml")
+        assert f"the stack serves nothing yet, and starts anew at HTTP port {port}" in output
+        pids.append(json.loads((tmp_path / ".muster/run.json").read_text())["pid"])
+        assert "note:" not in output
+        assert get(f"http://127.0.0.1:{port}/?name=bob").startswith("hello, bob ")
+        output = muster(tmp_path, "deploy", "two.yaml")
+        assert "note: two.yaml: without effect in Muster: http_options.port;" in output
+        assert get(f"http://127.0.0.1:{port}/?name=bob").startswith("hello, bob ")
+    finally:
+        stop(pids[-1])
+    assert len(set(pids)) == 2

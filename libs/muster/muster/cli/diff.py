@@ -73,14 +73,16 @@ def diff(
             from muster.cli import serve_deploy  # noqa: PLC0415 - as above
 
             text = read_file(file, session.directory, "FILE")
-            request = serve_deploy.prepare_serve_file(session, text, app_dir)
-            own = build_app_change(text) if request is None else None
+            prepared = serve_deploy.prepare_serve_file(session, text, app_dir)
+            own = build_app_change(text) if prepared is None else None
+            if prepared is not None and (ignored := prepared[1].note()) is not None:
+                print_error(ignored)
 
             async def compare(stack: Stack, _progress: Progress) -> list[Difference]:
                 if own is not None:
                     return await compare_plans(stack.admin, [(own, await _plan(stack.admin, own))])
-                assert request is not None
-                return await compare_plans(stack.admin, await serve_deploy.plan(stack, request))
+                assert prepared is not None
+                return await compare_plans(stack.admin, await serve_deploy.plan(stack, prepared[0]))
 
             found = session.run(session.find_stack(choice), "diff", compare)
         except ServeError as error:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import msgspec
 import typer
 
+from muster.cli.background import DEFAULT_HTTP_PORT, find_running, move_when_empty, start_stack
 from muster.cli.changes import ChangeRequest, change_command
-from muster.cli.output import Progress, print_error, print_json, print_line
+from muster.cli.output import print_error, print_json, print_line
 from muster.cli.queries import (
     HttpHostOption,
     HttpPortOption,
@@ -26,22 +23,17 @@ from muster.cli.queries import (
     stack_command,
 )
 from muster.cli.serve_options import AddressOption, AppDirOption, note_address
-from muster.cli.session import Session, StackChoice, get_session, running_embedded
-from muster.client.admin import AdminClient, Stack
-from muster.embedded.options import DEFAULT_STATE_DIR, StackFailed, StatePaths
+from muster.cli.session import Session, StackChoice, get_session
+from muster.client.admin import AdminClient
 from serve_common.api.commands import Shutdown
 from serve_common.api.queries import GetAllApplications
 from serve_common.api.views import ApplicationView
-from serve_common.errors import BadField, BusUnavailable
+from serve_common.errors import BadField
 
 if TYPE_CHECKING:
     from muster.sdk.states import ServeStatus
 
 _ANSI: Final = re.compile(r"\x1B(?:[@-Z\\-_]|\[[0-?]*[ -/]*[@-~])")
-_START_TIMEOUT_S: Final = 180.0
-_START_POLL_S: Final = 0.2
-_STOP_TIMEOUT_S: Final = 60.0
-_LOG_LINES_MAX: Final = 20
 
 
 def dump_yaml(value: Any) -> str:
@@ -230,16 +222,6 @@ _SHUTDOWN_QUESTION: Final = (
 """Ray Serve's words."""
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of `muster start`."""
-
-    http_url: str
-    """Empty for a stack that runs elsewhere, or has no proxy."""
-    nats_url: str
-    pid: int | None
-    """The process to end when the stack shall stop; None for a stack that ran before."""
-
-
 class _ProxyLocation(Enum):
     """`muster.config.ProxyLocation`, which imports Pydantic."""
 
@@ -254,7 +236,7 @@ def start(
     choice: StackChoice,
     *,
     http_host: HttpHostOption = "127.0.0.1",
-    http_port: HttpPortOption = 8000,
+    http_port: HttpPortOption = DEFAULT_HTTP_PORT,
     proxy_location: Annotated[
         _ProxyLocation | None,
         typer.Option(
@@ -272,14 +254,17 @@ def start(
       muster start --http-port 8001
 
     It is the stack that 'muster up' runs in the foreground, with its state in .muster of this directory. It goes on
-    after the command, until the process is ended whose id it prints.
+    after the command, until the process is ended whose id it prints. One that 'muster start' has started at the default
+    port, and that serves nothing, starts anew for another --http-port.
     """
     with session.reporting(as_json=as_json, interrupted="interrupted; the start goes on"):
         note_address(address)
-        started = _find_running(session, choice)
+        started = find_running(session, choice)
+        if started is not None:
+            started = move_when_empty(session, choice, http_port, http_host) or started
         if started is None:
             has_proxy = proxy_location is not _ProxyLocation.DISABLED
-            started = _start(session, http_host, http_port, has_proxy=has_proxy)
+            started = start_stack(session, http_host, http_port, has_proxy=has_proxy)
         elif proxy_location is not None:
             print_error("note: without effect on a stack that runs: --proxy-location")
         if as_json:
@@ -289,60 +274,3 @@ def start(
         else:
             where = f"at {started.http_url}" if started.http_url else "without HTTP"
             print_line(f"the stack runs in the background, {where}; 'kill {started.pid}' stops it")
-
-
-def _find_running(session: Session, choice: StackChoice) -> Started | None:
-    try:
-        address = session.find_stack(choice)
-    except BusUnavailable:
-        return None
-    found = running_embedded(session.environment, session.directory)
-    is_here = found is not None and found.nats_url in address.urls
-    if found is None or not is_here:
-        session.run(address, "start", _check_reachable)
-        return Started(http_url="", nats_url=address.urls[0], pid=None)
-    return Started(http_url=found.http_url, nats_url=found.nats_url, pid=None)
-
-
-async def _check_reachable(stack: Stack, _progress: Progress) -> None:
-    await stack.admin.call(GetAllApplications(limit=1))
-
-
-def _start(session: Session, http_host: str, http_port: int, *, has_proxy: bool) -> Started:
-    """Start `muster up` in a session of its own, whose output goes into a file, and wait until it is ready."""
-    state_dir = session.directory / (session.environment.get("MUSTER_STATE_DIR") or DEFAULT_STATE_DIR)
-    logs = StatePaths(state_dir).logs
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / "up.log"
-    command = [sys.executable, "-m", "muster.cli.main", "up", "--json", "--state-dir", str(state_dir)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603 - our own program
-            [
-                *command,
-                "--http-host",
-                http_host,
-                "--http-port",
-                str(http_port),
-                *([] if has_proxy else ["--no-http"]),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd=session.directory,
-        )
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline:
-        if b'"event": "stack_ready"' in log.read_bytes():
-            found = running_embedded(
-                {**session.environment, "MUSTER_STATE_DIR": str(state_dir)}, session.directory
-            )
-            if found is not None:
-                url = found.http_url if has_proxy else ""
-                return Started(http_url=url, nats_url=found.nats_url, pid=process.pid)
-        time.sleep(_START_POLL_S)
-    if process.poll() is None:
-        process.terminate()
-        process.wait(_STOP_TIMEOUT_S)
-    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES_MAX:]
-    raise StackFailed("the stack did not start:\n" + "\n".join(lines))

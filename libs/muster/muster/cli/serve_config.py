@@ -75,7 +75,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         http = self.schema.http_options
         return {f"http_{name}": getattr(http, name) for name in sorted(_HTTP_LISTEN & http.model_fields_set)}
 
-    def note(self, *, has_listen: bool = False) -> str | None:
+    def note(self, has_listen: bool = False) -> str | None:
         """One line that names what has no effect; None when everything has one.
 
         With ``has_listen``, ``host`` and ``port`` have one: the stack is the command's own.

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +22,13 @@ import typer
 
 from muster.cli import parsing
 from muster.cli.apps import FileText, build_app_change, read_file
+from muster.cli.background import move_when_empty
 from muster.cli.change_sets import ChangeSet, run_changes
 from muster.cli.changes import ChangeOptions, ChangeOutcome, ChangeRequest, ChangeResult, ChangeRun
 from muster.cli.output import print_error, print_line
 from muster.cli.serve_config import ServeConfig, check_config, is_serve_config
 from muster.cli.serve_options import ServeOptions, read_arguments
-from muster.cli.session import ExitCode, Session, StackChoice
+from muster.cli.session import ExitCode, Session, StackChoice, running_embedded
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import Stack
 from muster.schema import LoggingConfig, ServeApplicationSchema
@@ -250,12 +251,17 @@ def build_file_change(
     found = read_file(file, session.directory, "FILE")
     if ignored is not None:
         print_error(ignored)
-    request = prepare_serve_file(session, found, app_dir)
-    return build_app_change(found) if request is None else partial(run_deploy, request=request, fails=fails)
+    prepared = prepare_serve_file(session, found, app_dir)
+    if prepared is None:
+        return build_app_change(found)
+    request, config = prepared
+    return partial(run_deploy, request=request, note=config.note, fails=fails)
 
 
-def prepare_serve_file(session: Session, found: FileText, app_dir: str | None) -> ServeRequest | None:
-    """The request of a file in Ray Serve's form, with its notes printed; None for one in Muster's own.
+def prepare_serve_file(
+    session: Session, found: FileText, app_dir: str | None
+) -> tuple[ServeRequest, ServeConfig] | None:
+    """The request of a file in Ray Serve's form, and what the file says; None for one in Muster's own.
 
     Raises `BadField`.
     """
@@ -263,10 +269,7 @@ def prepare_serve_file(session: Session, found: FileText, app_dir: str | None) -
         return None
     show_warnings()
     places = import_places(session, app_dir)
-    request, config = prepare_file(found.text, found.named, found.directory, places)
-    if (note := config.note()) is not None:
-        print_error(note)
-    return request
+    return prepare_file(found.text, found.named, found.directory, places)
 
 
 def build_import_change(
@@ -290,7 +293,7 @@ def build_import_change(
         route_prefix=options.route_prefix or "/",
         is_recorded=True,
     )
-    return partial(run_deploy, request=request, fails=True)
+    return partial(run_deploy, request=request)
 
 
 def import_places(session: Session, app_dir: str | None) -> list[Path]:
@@ -434,17 +437,26 @@ async def plan(stack: Stack, request: ServeRequest) -> list[tuple[ChangeRequest,
 
 
 def run_deploy(
-    session: Session, choice: StackChoice, options: ChangeOptions, *, request: ServeRequest, fails: bool
+    session: Session,
+    choice: StackChoice,
+    options: ChangeOptions,
+    *,
+    request: ServeRequest,
+    note: Callable[[bool], str | None] = lambda _has_listen: None,
+    fails: bool = True,
 ) -> None:
     """`muster deploy` of a request, reported as other changes are, with Ray Serve's words, which scripts look for.
 
-    Not ``fails``: an application that fails is no failure of the command. Ray Serve's scripts ask for its status, and
-    then do what is to be done.
+    ``note`` tells what of the file has no effect, by whether its HTTP port has one. Not ``fails``: an application that
+    fails is no failure of the command. Ray Serve's scripts ask for its status, and then do what is to be done.
     """
     is_quiet = options.as_json or options.dry_run
     if not is_quiet:
         what = "config file" if request.is_whole else "import path"
         print_line(f"Deploying from {what}: '{request.named}'.")
+    has_listen = not is_quiet and _listen_at(session, choice, request)
+    if (ignored := note(has_listen)) is not None:
+        print_error(ignored)
     try:
         run_changes(
             session,
@@ -459,6 +471,16 @@ def run_deploy(
             raise
     if not is_quiet:
         print_line(_SENT)
+
+
+def _listen_at(session: Session, choice: StackChoice, request: ServeRequest) -> bool:
+    """Let an empty stack in the background have the file's HTTP port; true where it has that."""
+    port = request.listen.get("http_port")
+    found = running_embedded(session.environment, session.directory)
+    if port is None or found is None:
+        return False
+    with session.reporting(as_json=False):
+        return found.ports["http"] == port or move_when_empty(session, choice, port) is not None
 
 
 def show_warnings() -> None:

@@ -38,6 +38,8 @@ class StartFailed(StackFailed):
 
 
 DEFAULT_STATE_DIR: Final = Path(".muster")
+STARTED_IN_BACKGROUND: Final = "MUSTER_STARTED_IN_BACKGROUND"
+"""Variable that `muster start` sets for the stack that it starts."""
 RUN_STATE_DIR: Final = DEFAULT_STATE_DIR / "run"
 """State of a stack that `muster run` starts for itself; it lasts as long as that."""
 CHECKOUT: Final = Path(__file__).resolve().parents[4]

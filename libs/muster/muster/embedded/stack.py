@@ -17,7 +17,14 @@ import structlog
 
 from muster.embedded.disk import DiskWatch
 from muster.embedded.leftovers import kill_marked
-from muster.embedded.options import DEFAULT_STATE_DIR, PortTaken, StackFailed, StackOptions, StatePaths
+from muster.embedded.options import (
+    DEFAULT_STATE_DIR,
+    STARTED_IN_BACKGROUND,
+    PortTaken,
+    StackFailed,
+    StackOptions,
+    StatePaths,
+)
 from muster.embedded.postgres import EmbeddedPostgres, postgres_dsn
 from muster.embedded.process import PROCESS_MARK, STACK_MARK, OnEvent, ProcessEvent, ProcessSpec
 from muster.embedded.run_record import (
@@ -316,6 +323,7 @@ class EmbeddedStack:
             secrets=str(self._paths.secrets),
             ports=ports,
             ops_urls={name: f"http://127.0.0.1:{ports[use]}" for name, use in ops.items()},
+            is_background=bool(os.environ.get(STARTED_IN_BACKGROUND)),
         )
 
     def _on_process_event(self, event: ProcessEvent) -> None:
