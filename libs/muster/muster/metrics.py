@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import re
 import threading
@@ -119,6 +120,7 @@ def _checked_bounds(name: str, boundaries: Iterable[float] | None) -> tuple[floa
     return tuple(float(bound) for bound in bounds)
 
 
+_logger: Final = logging.getLogger("ray.serve")
 Tags = Mapping[str, str]
 _NAME_TAGS: Final = frozenset({"application", "deployment", "replica"})
 _CONTEXT_TAGS: Final = _NAME_TAGS | {"route"}
@@ -138,6 +140,7 @@ class Metric:
         self._spec: Final = spec
         self._keys: Final = spec.labels
         self._default_tags: dict[str, str] = {}
+        self._warned = False
         self._context_keys: Final = _CONTEXT_TAGS.intersection(spec.labels)
 
     @property
@@ -176,11 +179,22 @@ class Metric:
                 f"metric {self._spec.name!r}: Missing value for tag key(s): {missing.args[0]}."
             ) from None
         if len(combined) > len(keys):
+            if is_program_replica():  # Ray Serve takes them
+                self._warn_of_unknown(combined)
+                combined = {key: combined[key] for key in keys}
             self._check_tags(combined)
         for value in values:
             if type(value) is not str:
                 self._check_tags(combined)
         return values
+
+    def _warn_of_unknown(self, tags: Tags) -> None:
+        unknown = [key for key in tags if key not in self._keys]
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "metric %r: not counted by tags that it does not have: %s", self._spec.name, unknown
+            )
 
     def _check_tags(self, tags: Tags) -> None:
         for key, value in tags.items():

@@ -155,7 +155,9 @@ def test_a_pickled_metric_is_the_same_metric_where_it_arrives() -> None:
         assert again._measure is metric._measure
 
 
-def test_a_replica_fills_the_tags_of_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_fills_the_tags_of_its_own_names(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     replica = SimpleNamespace(backend_tag="shop/Model", replica_tag="shop/Model#3")
     counter = metrics.Counter("user_calls", tag_keys=("application", "deployment", "replica", "kind"))
     with pytest.raises(ValueError, match=r"Missing value for tag key\(s\): application\."):
@@ -168,8 +170,14 @@ def test_a_replica_fills_the_tags_of_its_own_names(monkeypatch: pytest.MonkeyPat
             metrics.Counter("reserved_calls", tag_keys=("replica",))
         with pytest.raises(ValueError, match="'deployment' tag is reserved"):
             counter.set_default_tags({"deployment": "mine"})
+        for _ in range(2):
+            counter.inc(tags={"kind": "c", "unknown": "x"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "metric 'user_calls_total': not counted by tags that it does not have: ['unknown']"
+    ]
     counter.inc(tags={"kind": "b", "replica": "mine"})
     assert counter._measure.drain() == {
         ("shop", "Model", "shop/Model#3", "a"): 1.0,
         ("shop", "Model", "mine", "b"): 1.0,
+        ("shop", "Model", "shop/Model#3", "c"): 2.0,
     }

@@ -37,6 +37,7 @@ from muster.sdk.applications import (
     BuildFailed,
     PreparedApplication,
     build_app_config,
+    forget_modules,
     merge_runtime_envs,
     prepare_application,
     resolve_paths,
@@ -113,8 +114,12 @@ def prepare_file(
     directory, import_from = directory.absolute(), [place.absolute() for place in import_from]
     config = check_config(YamlFile(text, name), directory)
     prepared, failed = [], []
+    variables: Any = None
     for at, app in enumerate(config.schema.applications):
         merged = merge_runtime_envs(runtime_env or {}, app.runtime_env)
+        if at and merged.get("env_vars") != variables:  # which modules may have read when they were imported
+            forget_modules([*import_from, directory])
+        variables = merged.get("env_vars")
         try:
             with _in_working_dir(merged, directory) as working_dir:
                 prepared.append(

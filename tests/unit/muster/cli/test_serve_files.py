@@ -247,6 +247,28 @@ def test_the_runtime_env_of_a_run_is_the_default_of_the_applications_in_its_file
     ]
 
 
+def test_each_application_is_imported_with_its_own_variables(
+    muster: Muster, controller: Any, tmp_path: Path
+) -> None:
+    name = f"by_variable_{tmp_path.name[-6:].replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "import os\nimport muster as serve\n"
+        "Model = serve.deployment(name=os.environ.get('MODEL_NAME', 'Unset'))(lambda _: 'x')\napp = Model.bind()\n"
+    )
+    file = write(
+        tmp_path,
+        f"""
+        applications:
+        - {{name: a, route_prefix: /a, import_path: '{name}:app', runtime_env: {{env_vars: {{MODEL_NAME: A}}}}}}
+        - {{name: b, route_prefix: /b, import_path: '{name}:app', runtime_env: {{env_vars: {{MODEL_NAME: B}}}}}}
+        - {{name: c, route_prefix: /c, import_path: '{name}:app'}}
+        """,
+    )
+    assert muster("deploy", file).exit_code == 0
+    names = {app: [part.name for part in command.deployments] for app, command in sent(controller).items()}
+    assert names == {"a": ["A"], "b": ["B"], "c": ["Unset"]}
+
+
 def test_a_runtime_env_of_a_run_with_an_unknown_field_is_refused(
     run: Muster, controller: Any, module: str, tmp_path: Path
 ) -> None:
