@@ -415,6 +415,7 @@ INTERNAL: Final[Mapping[str, str]] = {
     "MUSTER_LOG_SOCKET": "socket that a replica's log lines go to",
     "MUSTER_STACK_ID": "mark of all processes of one `muster up`",
     "MUSTER_PROCESS": "mark of one of them",
+    "MUSTER_STARTED_IN_BACKGROUND": "the stack was started by `muster start`",
     "MUSTER_PASSWORD_FILE": "password for the script that prepares Postgres",
 }
 """Variables that Muster sets for its own processes."""

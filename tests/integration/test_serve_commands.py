@@ -209,6 +209,8 @@ def test_what_build_writes_is_deployed_and_again_restarts_nothing(directory: Pat
     ):  # until something is deployed, as in Ray Serve
         get(url)
     assert "there is nothing" in muster(directory, "shutdown", "-y")
+    shown = yaml.safe_load(muster(directory, "status"))
+    assert (shown["applications"], shown["proxies"]) == ({}, {})
     muster(directory, "deploy", "g.yaml")
     assert get(f"{url}/?name=bob").startswith("moin, bob ")
     muster(directory, "shutdown", "-y")
@@ -365,6 +367,8 @@ def test_an_empty_stack_in_the_background_takes_the_port_of_the_first_file(
     file = "http_options: {{port: {}}}\napplications: [{{import_path: 'app:app'}}]\n"
     (tmp_path / "one.yaml").write_text(file.format(port))
     (tmp_path / "two.yaml").write_text(file.format(another))
+    assert "Unable to shutdown: no stack was found" in muster(tmp_path, "shutdown", "-y")
+    muster(tmp_path, "shutdown", "-y", "--json", code=3)
     muster(tmp_path, "start", "--http-port", str(default))
     pids = [json.loads((tmp_path / ".muster/run.json").read_text())["pid"]]
     try:

@@ -47,7 +47,7 @@ from serve_common.api.commands import (
 )
 from serve_common.api.queries import GetDeploymentInfo, GetHttpProxies, Plan
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, PlanView, ProxyView
-from serve_common.errors import BadField, NotFound, ServeError
+from serve_common.errors import BadField, BusUnavailable, NotFound, ServeError
 from serve_common.names import GoalId
 
 
@@ -67,6 +67,8 @@ class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The deployment whose replicas are reported at the end; None for none."""
     question: str = ""
     """Confirmation prompt before anything is sent; empty for none. ``{address}`` in it is that of the stack."""
+    without_stack: str = ""
+    """What is said, and is no failure, where no stack is found; empty: it is a failure."""
 
     @property
     def route(self) -> str | None:
@@ -428,7 +430,13 @@ def change_command(
                     change(session, choice, shared_options)
                 return
             with session.reporting(as_json=as_json):
-                address = session.find_stack(choice)
+                try:
+                    address = session.find_stack(choice)
+                except BusUnavailable as error:
+                    if as_json or not change.without_stack:
+                        raise
+                    print_error(f"{change.without_stack}: {error}")
+                    return
                 if dry_run:
                     query = Plan.for_command(change.command)
                     view = session.run(address, change.what, lambda stack, _progress: stack.admin.call(query))

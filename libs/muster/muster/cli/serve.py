@@ -212,6 +212,7 @@ def shutdown(
         done="is deleted",
         already="is deleted; there is nothing",
         question="" if yes else _SHUTDOWN_QUESTION,
+        without_stack="Unable to shutdown",  # as in Ray Serve, whose scripts begin with it
     )
 
 

@@ -117,18 +117,18 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
                 f"which {import_path} is",
             )
         return found
-    if not isinstance(found, FunctionType):
-        hint = "; name what its bind() returns" if isinstance(found, Deployment) else ""
+    if arguments is None or not isinstance(found, FunctionType):
+        hint = ""
+        if isinstance(found, Deployment):
+            hint = "; name what its bind() returns"
+        elif isinstance(found, FunctionType):
+            hint = "; a function that builds one is named in a file, with its args"
         raise BadField(
             "import_path",
-            "Expected a built Serve application or an application builder function but got: "
+            f"Expected '{import_path}' to be an Application but got {type(found)}{hint}"
+            if arguments is None
+            else "Expected a built Serve application or an application builder function but got: "
             f"{import_path}, a {type(found)}{hint}.",
-        )
-    if arguments is None:
-        raise BadField(
-            "import_path",
-            f"Expected '{import_path}' to be an Application but got {type(found)}; a function that builds one is "
-            "named in a file, with its args",
         )
     try:
         parameters = inspect.signature(found, eval_str=True).parameters

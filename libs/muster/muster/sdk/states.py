@@ -155,9 +155,10 @@ def view_status(status: StatusView, applications: Sequence[ApplicationView]) -> 
     """The state of everything, in Ray Serve's classes."""
     deployments = {each.name: each for each in status.deployments}
     return ServeStatus(
+        # After a shutdown Ray Serve has none.
         proxies={
             proxy.proxy_id: _PROXY_STATUSES.get(proxy.status, ProxyStatus.UNHEALTHY)
-            for proxy in status.proxies
+            for proxy in ([] if status.is_shut_down else status.proxies)
         },
         applications={app.name: _application(app, deployments) for app in by_deploy(applications)},
     )

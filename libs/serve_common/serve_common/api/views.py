@@ -271,6 +271,8 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """Autoscaling of each backend that has it."""
     store_restored_at: float | None = None
     """When a leader last found Postgres restored to an earlier state, in seconds since 1970; None for never."""
+    is_shut_down: bool = False
+    """Whether nothing was deployed since a shutdown."""
 
 
 class BackupPage(msgspec.Struct, frozen=True, kw_only=True):

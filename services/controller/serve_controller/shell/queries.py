@@ -142,6 +142,7 @@ class QueryApi:
             store_available=term.is_store_available,
             snapshot_id=checkpoint.counters.snapshot,
             store_restored_at=checkpoint.counters.restored_at or None,
+            is_shut_down=checkpoint.http is not None and checkpoint.http.is_shut_down,
             deployments=deployments.view_deployments(checkpoint, with_replicas=query.replicas)
             if query.deployments
             else [],
