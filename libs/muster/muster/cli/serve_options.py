@@ -119,8 +119,8 @@ def note_address(address: str | None) -> None:
     """Say in one line that Ray's address has no effect, where one is given."""
     if address is not None:
         print_error(
-            "note: without effect in Muster: --address; the stack is found, or --nats, MUSTER_NATS_URL or a context "
-            "names it"
+            f"note: without effect in Muster: --address {address}; the stack is found, or --nats, MUSTER_NATS_URL or a "
+            "context names it"
         )
 
 
