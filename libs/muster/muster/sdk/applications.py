@@ -125,7 +125,7 @@ def _build(found: Any, import_path: str, arguments: Mapping[str, Any] | None) ->
             hint = "; a function that builds one is named in a file, with its args"
         raise BadField(
             "import_path",
-            f"Expected '{import_path}' to be an Application but got {type(found)}{hint}"
+            f"TypeError: Expected '{import_path}' to be an Application but got {type(found)}{hint}"
             if arguments is None
             else "Expected a built Serve application or an application builder function but got: "
             f"{import_path}, a {type(found)}{hint}.",
