@@ -19,7 +19,10 @@ from muster.embedded.options import DEFAULT_STATE_DIR, STARTED_IN_BACKGROUND, St
 from serve_common.api.queries import GetAllApplications
 from serve_common.errors import BusUnavailable
 
+DEFAULT_HTTP_HOST: Final = "127.0.0.1"
 DEFAULT_HTTP_PORT: Final = 8000
+PROXY: Final = "proxy"
+"""Name of the proxy's process in a `RunRecord`."""
 _START_TIMEOUT_S: Final = 180.0
 _START_POLL_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 60.0
@@ -76,8 +79,13 @@ def move_when_empty(
         if time.monotonic() > deadline:
             raise StackFailed(f"the stack did not stop within {_STOP_TIMEOUT_S:g} s")
         time.sleep(_START_POLL_S)
-    host = http_host or found.http_url.rpartition("/")[2].rpartition(":")[0]
-    return start_stack(session, host, http_port, has_proxy=True, state_dir=Path(found.state_dir))
+    return start_stack(
+        session,
+        http_host or found.http_host,
+        http_port,
+        has_proxy=any(process.name == PROXY for process in found.processes),
+        state_dir=Path(found.state_dir),
+    )
 
 
 async def _serves_something(stack: Stack, _progress: Progress) -> bool:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from muster.cli.background import DEFAULT_HTTP_PORT, find_running, move_when_empty, start_stack
+from muster.cli.background import (
+    DEFAULT_HTTP_HOST,
+    DEFAULT_HTTP_PORT,
+    find_running,
+    move_when_empty,
+    start_stack,
+)
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.output import print_error, print_json, print_line
 from muster.cli.queries import (
@@ -262,7 +268,8 @@ def start(
         note_address(address)
         started = find_running(session, choice)
         if started is not None:
-            started = move_when_empty(session, choice, http_port, http_host) or started
+            chosen_host = None if http_host == DEFAULT_HTTP_HOST else http_host
+            started = move_when_empty(session, choice, http_port, chosen_host) or started
         if started is None:
             has_proxy = proxy_location is not _ProxyLocation.DISABLED
             started = start_stack(session, http_host, http_port, has_proxy=has_proxy)

@@ -52,6 +52,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Ports by use: http, nats, nats_monitor, postgres, controller_ops, proxy_ops, host_ops."""
     ops_urls: dict[str, str]
     """Base URLs of each service's /metrics, /healthz and /readyz."""
+    http_host: str = "127.0.0.1"
+    """The address that the proxies listen at."""
     is_background: bool = False
     """Whether `muster start` started it, so that it may start anew."""
     processes: list[RunningProcess] = []

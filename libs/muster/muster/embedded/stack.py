@@ -323,6 +323,7 @@ class EmbeddedStack:
             secrets=str(self._paths.secrets),
             ports=ports,
             ops_urls={name: f"http://127.0.0.1:{ports[use]}" for name, use in ops.items()},
+            http_host=self._options.http_host,
             is_background=bool(os.environ.get(STARTED_IN_BACKGROUND)),
         )
 

@@ -39,7 +39,7 @@ class SharedReader:
 
     Why: a request that arrives while the user loop is idle, as most do, then needs no other thread to wake up before
     the user's code runs. Measured with one client at a time, that wake-up was a third of what a replica costs; of an
-    upload over a direct link it was as much.
+    upload over a direct link it was a quarter.
     """
 
     def __init__(
