@@ -21,8 +21,6 @@ from serve_common.errors import BusUnavailable
 
 DEFAULT_HTTP_HOST: Final = "127.0.0.1"
 DEFAULT_HTTP_PORT: Final = 8000
-PROXY: Final = "proxy"
-"""Name of the proxy's process in a `RunRecord`."""
 _START_TIMEOUT_S: Final = 180.0
 _START_POLL_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 60.0
@@ -79,6 +77,9 @@ def move_when_empty(
         if time.monotonic() > deadline:
             raise StackFailed(f"the stack did not stop within {_STOP_TIMEOUT_S:g} s")
         time.sleep(_START_POLL_S)
+    # Only here: it imports what starts servers.
+    from muster.embedded.services import PROXY  # noqa: PLC0415 - as above
+
     return start_stack(
         session,
         http_host or found.http_host,
