@@ -43,7 +43,7 @@ class Story:
         self.now = self.world.now
         self.world.dispatcher._loop = self.world.beat._loop = self  # type: ignore[assignment] - has `time`
         dispatcher = self.world.dispatcher
-        for part in (dispatcher._lost_requests, dispatcher._changes, dispatcher._pending_reconnect):
+        for part in (dispatcher.lost_requests, dispatcher._changes, dispatcher._pending_reconnect):
             part._loop = self  # type: ignore[assignment]
         self.world.dispatcher._choosing._loop = self  # type: ignore[assignment]
         self.numbers = 0

@@ -101,7 +101,7 @@ class RouterMachine(RuleBasedStateMachine):
         return self.waiting.keys() - suspects
 
     def may_risk_one(self):
-        return sum(slots.is_healthy for slots in self.router._pool.replicas.values()) > 1
+        return sum(slots.is_healthy for slots in self.router.pool.replicas.values()) > 1
 
     # -- requests --
 
@@ -279,7 +279,7 @@ class RouterMachine(RuleBasedStateMachine):
         """The model does not know the pauses: it asks, and the invariants below judge the answer."""
         self.blocked = {
             tag
-            for tag, slots in self.router._pool.replicas.items()
+            for tag, slots in self.router.pool.replicas.items()
             if slots.block is not None or slots.is_ejected
         }
 
@@ -311,11 +311,11 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_replicas_are_ejected_than_is_allowed(self):
         ejection = self.protection.outlier_ejection
-        ejected = {tag for tag, slots in self.router._pool.replicas.items() if slots.is_ejected}
+        ejected = {tag for tag, slots in self.router.pool.replicas.items() if slots.is_ejected}
         assert ejected <= self.running
         assert len(ejected) * 100 <= len(self.running) * ejection.max_ejected_percent
         assert not ejected or ejection.consecutive_failures
-        assert {slots.tag for slots in self.router._pool.outliers.ejected} == ejected
+        assert {slots.tag for slots in self.router.pool.outliers.ejected} == ejected
 
     @precondition(lambda self: hasattr(self, "router"))
     @invariant()
@@ -326,7 +326,7 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "router"))
     @invariant()
     def suspects_wait_only_where_nobody_would_be_left(self):
-        for slots in self.router._pool.replicas.values():
+        for slots in self.router.pool.replicas.values():
             if slots.requests & self.suspects:
                 assert slots.tag in self.running | self.draining
         if self.waiting and self.waiting.keys() <= self.suspects and self.may_risk_one():

@@ -304,7 +304,7 @@ class HandleRouter:
             tag: len(router.requests_at(tag)) + self._chosen[tag]
             for router in routers
             if router is not None
-            for tag in router.running()
+            for tag in router.pool.running()
         }
 
     def _replicas(self, endpoint: Endpoint) -> list[ReplicaTag]:

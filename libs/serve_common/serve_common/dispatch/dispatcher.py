@@ -69,9 +69,9 @@ class Dispatcher:
         self._routes = routes
         self._outgoing = outgoing
         self._choosing = RequestPlacement(routes, outgoing)
-        self._lost_requests = LostRequests(self, outgoing)
-        self.failure_detector: Final = self._lost_requests.failure_detector
-        self._changes = SnapshotUpdates(self, routes, self._lost_requests)
+        self.lost_requests: Final = LostRequests(self, outgoing)
+        self.failure_detector: Final = self.lost_requests.failure_detector
+        self._changes = SnapshotUpdates(self, routes, self.lost_requests)
         self._response_reader = ResponseReader(self, outgoing, self.failure_detector)
         self._pending_reconnect = PendingReconnect(
             self, outgoing, self.failure_detector, bus_wait_s=bus_wait_s
@@ -82,7 +82,7 @@ class Dispatcher:
         outgoing.on_link_lost = self._pending_reconnect.link_lost
         # Bound once: a bound method is an object, and every call needs both.
         self._take_reply = self._response_reader.take
-        self._take_no_responders = self._lost_requests.take_no_responders
+        self._take_no_responders = self.lost_requests.take_no_responders
 
     # -- for handlers --
 
@@ -278,13 +278,13 @@ class Dispatcher:
         if call.spec.trace is not None:
             call.spec.trace.attempt_failed("never_begun", "the request did not arrive")
         if call.response_reader is not None or not call.is_whole or call.spec.replica is not None:
-            self._lost_requests.request_unknown(call)
+            self.lost_requests.request_unknown(call)
         elif self.leave_router(call):
             self.submit(call)
 
     def request_unknown(self, call: Call) -> None:
         """Handle a call that the replica does not know: its response was lost, or the process is another one."""
-        self._lost_requests.request_unknown(call)
+        self.lost_requests.request_unknown(call)
 
     # -- choosing and sending --
 
@@ -313,7 +313,7 @@ class Dispatcher:
             if call.spec.trace is not None:
                 call.spec.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
             links = self._outgoing.links
-            if links.carry_all and any(links.get(other) is not None for other in router.running()):
+            if links.carry_all and any(links.get(other) is not None for other in router.pool.running()):
                 self._outgoing.drop(call)
                 return router.refused(call.key, replica, Refusal.BUSY, self._loop.time())
             freed = self._release(call, router)
@@ -418,6 +418,8 @@ class RequestTimers:
                 self._check_queue(router, now)
             if router.has_blocked:
                 self._dispatcher.perform(router, router.reopen(now))
+            if router.pool.has_leaving:
+                self._dispatcher.lost_requests.lose(router.take_left(now), router, "left the backend")
             if is_sampling:
                 router.tick(now)
         for replica in self._dispatcher.failure_detector.due(now):

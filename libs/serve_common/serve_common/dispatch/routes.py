@@ -185,7 +185,7 @@ class ModelHolders:
             self._refuse(now, subject, str(error))
             return
         router = self._routes.routers.get(parse_backend_tag(replica))
-        if router is None or not router.knows(replica):
+        if router is None or replica not in router.pool.replicas:
             return  # it will be repeated
         if len(payload) > MODELS_BYTES_MAX:
             self._refuse(now, subject, f"it has {len(payload)} bytes; {MODELS_BYTES_MAX} are allowed")
@@ -289,6 +289,7 @@ class SnapshotUpdates:
             died=applied.died,
             are_others_left=applied.are_others_left,
         )
+        self._lost_requests.ask(applied.leaving)
 
     def _drop_router(self, router: Router | None) -> None:
         """Drop a removed backend: requests that wait for it are placed again or fail now, not at their deadline."""

@@ -235,6 +235,8 @@ class Applied(NamedTuple):
     lost: Sequence[RequestKey]
     died: frozenset[RequestKey] = frozenset()
     """Those of ``lost`` whose replica was not draining: it died."""
+    leaving: Sequence[RequestKey] = ()
+    """In flight on drained replicas that are gone: their answers may still come."""
     are_others_left: bool = False
     """Replicas that were healthy before still exist."""
 

@@ -138,6 +138,11 @@ class ReplicaSlots:
         )
 
     @property
+    def has_drained(self) -> bool:
+        """True when it takes nothing new, by a snapshot or its own word: should it go, it did not die."""
+        return self.is_draining or self.block is Block.RESTING
+
+    @property
     def is_healthy(self) -> bool:
         """True when it is present and works, as far as is known; it may be full."""
         return (

@@ -12,6 +12,9 @@ from serve_common.routing.replica_choice import ReplicaSlots
 
 TIMES_MAX: Final = 10
 """The longest ejection, as a multiple of the first."""
+LEAVING_S: Final = 5.0
+"""Seconds for which a drained replica that has left still counts for the requests it had: their answers may be here,
+unread, or wait for a probe. Where its process has ended, probes say so long before."""
 
 
 @final
@@ -97,7 +100,7 @@ def _returned(returned: list[ReplicaSlots]) -> list[ReplicaSlots]:
 class ReplicaPool:
     """Keeps `open` consistent with the state of each replica."""
 
-    __slots__ = ("blocked", "open", "outliers", "replicas", "requests_max")
+    __slots__ = ("_leaving", "blocked", "open", "outliers", "replicas", "requests_max")
 
     def __init__(self) -> None:
         defaults = BackendConfig()
@@ -108,25 +111,35 @@ class ReplicaPool:
         """Replicas that are or were blocked, until `reopen` has checked them."""
         self.outliers: Final = Outliers(defaults.outlier_ejection)
         self.requests_max = defaults.max_concurrent_queries
+        self._leaving: dict[ReplicaTag, float] = {}
+        """Drained replicas that have left with requests, and until when these may be answered."""
 
     @property
     def has_blocked(self) -> bool:
         """True when `reopen` may have something to do at a later time."""
         return bool(self.blocked or self.outliers.ejected)
 
-    def apply(self, snapshot: BackendSnapshot) -> list[ReplicaSlots]:
-        """Apply replicas and limits; return the replicas that are gone. Replicas in the snapshot are unblocked.
+    def apply(
+        self, snapshot: BackendSnapshot, now: float
+    ) -> tuple[list[ReplicaSlots], list[ReplicaSlots]]:
+        """Apply replicas and limits; return the replicas that are gone, and those that leave with requests.
 
-        An ejection goes on: it is independent of snapshots.
+        Replicas in the snapshot are unblocked. An ejection goes on: it is independent of snapshots.
         """
         self.requests_max = snapshot.max_concurrent_queries
-        gone = []
+        gone, leaving = [], []
         for tag in self.replicas.keys() - {*snapshot.replicas, *snapshot.draining}:
-            slots = self.replicas.pop(tag)
-            self.outliers.discard(slots)
+            slots = self.replicas[tag]
             self.close(slots)
-            gone.append(slots)
+            if slots.has_drained and slots.requests:
+                if tag not in self._leaving:
+                    self._leaving[tag] = now + LEAVING_S
+                    slots.is_draining = True
+                    leaving.append(slots)
+            else:
+                gone.append(self._remove(slots))
         for tag in (*snapshot.draining, *snapshot.replicas):
+            self._leaving.pop(tag, None)
             found = self.replicas.get(tag)
             slots = self.replicas[tag] = ReplicaSlots(tag) if found is None else found
             slots.is_draining = False
@@ -139,7 +152,32 @@ class ReplicaPool:
         running = len({*snapshot.replicas} - {*snapshot.draining})
         self.outliers.configure(snapshot.protection.outlier_ejection, running)
         self.refresh(self.replicas.values())
-        return gone
+        return gone, leaving
+
+    @property
+    def has_leaving(self) -> bool:
+        """True when `take_left` may have something to do at a later time."""
+        return bool(self._leaving)
+
+    def take_left(self, now: float) -> list[ReplicaSlots]:
+        """Remove and return those that have left and need not be waited for any more."""
+        left = [
+            self.replicas[tag]
+            for tag, until in self._leaving.items()
+            if now >= until or not self.replicas[tag].requests
+        ]
+        return [self._remove(slots) for slots in left]
+
+    def _remove(self, slots: ReplicaSlots) -> ReplicaSlots:
+        self._leaving.pop(slots.tag, None)
+        self.blocked.discard(slots.tag)
+        self.outliers.discard(slots)
+        self.close(slots)
+        return self.replicas.pop(slots.tag)
+
+    def running(self) -> list[ReplicaTag]:
+        """The replicas that do not drain."""
+        return [tag for tag, slots in self.replicas.items() if not slots.is_draining]
 
     def reopen(self, now: float) -> None:
         """Make replicas available again whose block or ejection is over."""
@@ -190,6 +228,7 @@ class ReplicaPool:
     def clear(self) -> None:
         """Forget all."""
         self.replicas.clear()
+        self._leaving.clear()
         self.open.clear()
         self.blocked.clear()
         self.outliers.clear()

@@ -94,9 +94,9 @@ class Router:
             self.protection.replica_policy, self.protection.packing_num
         )
         self._max_queued_requests = BackendConfig().max_queued_requests
-        self._pool = ReplicaPool()
-        self._max_concurrent_queries = self._pool.requests_max
-        self._open = self._pool.open
+        self.pool: Final = ReplicaPool()
+        self._max_concurrent_queries = self.pool.requests_max
+        self._open = self.pool.open
         self._places: dict[RequestKey, _RequestState] = {}
         self._queue = TieredQueue(now)
         self._arrivals = 0
@@ -142,16 +142,16 @@ class Router:
     @property
     def has_blocked(self) -> bool:
         """True when `reopen` may have something to do later."""
-        return self._pool.has_blocked
+        return self.pool.has_blocked
 
     @property
     def ejections(self) -> int:
         """How often a replica was ejected."""
-        return self._pool.outliers.ejections
+        return self.pool.outliers.ejections
 
     def requests_at(self, replica: ReplicaTag) -> frozenset[RequestKey]:
         """Requests in flight on one replica."""
-        slots = self._pool.replicas.get(replica)
+        slots = self.pool.replicas.get(replica)
         return frozenset() if slots is None else frozenset(slots.requests)
 
     def is_waiting(self, request: RequestKey) -> bool:
@@ -194,13 +194,13 @@ class Router:
 
     def submit_to(self, replica: ReplicaTag, request: RequestKey, deadline: float) -> bool:
         """Take a new request for ``replica`` alone, over any limit; False when that takes none."""
-        slots = self._pool.replicas.get(replica)
+        slots = self.pool.replicas.get(replica)
         if slots is None or slots.is_draining:
             return False
         self._arrivals += 1
         self._places[request] = _RequestState(deadline, self._arrivals, slots=slots)
         slots.requests.add(request)
-        self._pool.refresh((slots,))
+        self.pool.refresh((slots,))
         return True
 
     def response_started(self, request: RequestKey) -> None:
@@ -230,7 +230,7 @@ class Router:
         state = self._places.get(request)
         if state is not None and state.slots is not None:
             state.slots.prove_alive()
-            self._pool.count_failures(state.slots, now)
+            self.pool.count_failures(state.slots, now)
         return self._leave(request, now=None)
 
     def incomplete(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
@@ -241,7 +241,7 @@ class Router:
         state = self._places.get(request)
         if state is None or state.slots is None:
             return self.cancelled(request)
-        self._pool.count_failures(state.slots, now)
+        self.pool.count_failures(state.slots, now)
         return self._leave(request, now=now)
 
     def cancelled(self, request: RequestKey) -> Sequence[Dispatch]:
@@ -272,7 +272,7 @@ class Router:
                 slots.rest(now)
             case Refusal.NO_RESPONDERS:
                 slots.quarantine(now)
-        self._pool.block(slots)
+        self.pool.block(slots)
         state.slots = None
         state.avoid |= {replica}
         self._queue.push(
@@ -282,20 +282,20 @@ class Router:
 
     def is_only_available(self, replica: ReplicaTag) -> bool:
         """Whether no other replica could take a request now."""
-        return not any(slots.tag != replica for slots in self._pool.open)
+        return not any(slots.tag != replica for slots in self.pool.open)
 
     def has_healthy(self) -> bool:
         """Whether any replica is healthy, as far as is known."""
-        return any(slots.is_healthy for slots in self._pool.replicas.values())
+        return any(slots.is_healthy for slots in self.pool.replicas.values())
 
     def is_draining(self, replica: ReplicaTag) -> bool:
         """Whether ``replica`` drains."""
-        slots = self._pool.replicas.get(replica)
-        return slots is not None and (slots.is_draining or slots.block is Block.RESTING)
+        slots = self.pool.replicas.get(replica)
+        return slots is not None and slots.has_drained
 
     def is_dead(self, replica: ReplicaTag) -> bool:
         """Whether ``replica`` is gone, or counts as dead and has not responded since."""
-        slots = self._pool.replicas.get(replica)
+        slots = self.pool.replicas.get(replica)
         return slots is None or slots.is_dead
 
     def may_send_again(self, now: float) -> bool:
@@ -306,36 +306,28 @@ class Router:
 
     def quarantine(self, replica: ReplicaTag, now: float) -> None:
         """Block ``replica`` for a while: it seems unresponsive. Requests in flight there stay."""
-        slots = self._pool.replicas.get(replica)
+        slots = self.pool.replicas.get(replica)
         if slots is not None:
             slots.quarantine(now)
-            self._pool.block(slots)
+            self.pool.block(slots)
 
     def replica_gone(self, replica: ReplicaTag, now: float) -> Sequence[RequestKey]:
         """Mark ``replica`` as dead, and return the requests in flight there, which the router has forgotten.
 
         It is blocked rather than removed: only a snapshot is certain that it will not come back.
         """
-        slots = self._pool.replicas.get(replica)
+        slots = self.pool.replicas.get(replica)
         if slots is None:
             return ()
         slots.is_dead = True
         self.quarantine(replica, now)
         if slots.requests:
-            self._pool.count_failures(slots, now, len(slots.requests))
+            self.pool.count_failures(slots, now, len(slots.requests))
         return self._lose(slots, now)
-
-    def running(self) -> list[ReplicaTag]:
-        """The replicas that do not drain."""
-        return [tag for tag, slots in self._pool.replicas.items() if not slots.is_draining]
-
-    def knows(self, replica: ReplicaTag) -> bool:
-        """Whether the backend has this replica."""
-        return replica in self._pool.replicas
 
     def hold(self, replica: ReplicaTag, models: frozenset[str]) -> bool:
         """Set the multiplexed models that ``replica`` has loaded; False when there is no such replica."""
-        slots = self._pool.replicas.get(replica)
+        slots = self.pool.replicas.get(replica)
         if slots is None:
             return False
         slots.models = models
@@ -345,29 +337,34 @@ class Router:
         """Apply replicas, limits and protection; replicas in the snapshot are unblocked."""
         self._max_queued_requests = snapshot.max_queued_requests
         self._protect(snapshot.protection)
-        known = {slots.tag for slots in self._pool.replicas.values() if slots.is_healthy}
-        gone = self._pool.apply(snapshot)
-        self._max_concurrent_queries = self._pool.requests_max
+        known = {slots.tag for slots in self.pool.replicas.values() if slots.is_healthy}
+        gone, leaving = self.pool.apply(snapshot, now)
+        self._max_concurrent_queries = self.pool.requests_max
         lost: list[RequestKey] = []
         died: list[RequestKey] = []
         for slots in gone:
             requests = self._lose(slots, now)
             lost += requests
-            if not slots.is_draining and slots.block is not Block.RESTING:
+            if not slots.has_drained:
                 died += requests
         self._set_scaled_to_zero(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
         self.is_stopped = snapshot.is_stopped and not snapshot.replicas
-        are_others_left = not known.isdisjoint(self._pool.replicas)
-        return Applied(self._dispatch_waiting(), lost, frozenset(died), are_others_left)
+        are_others_left = not known.isdisjoint(self.pool.replicas)
+        asked = [request for slots in leaving for request in sorted(slots.requests)]
+        return Applied(self._dispatch_waiting(), lost, frozenset(died), asked, are_others_left)
+
+    def take_left(self, now: float) -> Sequence[RequestKey]:
+        """Forget and return the requests on drained replicas that have left, once they have waited long enough."""
+        return [request for slots in self.pool.take_left(now) for request in self._lose(slots, now)]
 
     def drop(self) -> Dropped:
         """The backend is gone: forget all replicas and requests."""
-        lost = [request for slots in self._pool.replicas.values() for request in sorted(slots.requests)]
+        lost = [request for slots in self.pool.replicas.values() for request in sorted(slots.requests)]
         waiting = self._queue.clear()
         for request in self._places:
             self.circuit.withdrew(request)
         self._unanswered += len(self._places)
-        self._pool.clear()
+        self.pool.clear()
         self._places.clear()
         self._set_scaled_to_zero(is_scaled_to_zero=False)
         self.is_stopped = False
@@ -382,15 +379,15 @@ class Router:
 
     def reopen(self, now: float) -> Sequence[Dispatch]:
         """Make replicas available again whose block or ejection is over."""
-        if not self._pool.has_blocked:
+        if not self.pool.has_blocked:
             return _NOTHING
-        self._pool.reopen(now)
+        self.pool.reopen(now)
         return self._dispatch_waiting()
 
     def forgive(self, since: float) -> Sequence[Dispatch]:
         """Undo conclusions about replicas and backend from ``since`` on: the bus did not respond."""
         self.circuit.forgive(since, self.completed)
-        self._pool.forgive(since)
+        self.pool.forgive(since)
         return self._dispatch_waiting()
 
     def expire(self, now: float) -> Sequence[RequestKey]:
@@ -420,7 +417,7 @@ class Router:
         requests.add(request)
         state.slots = slots
         if len(requests) >= limit:
-            self._pool.close(slots)
+            self.pool.close(slots)
         return slots
 
     def _leave(self, request: RequestKey, now: float | None) -> Sequence[Dispatch]:
@@ -448,7 +445,7 @@ class Router:
         """Reuse a slot of a replica that was not open, or has responded for the first time after a failure."""
         if slots.block is Block.BUSY:
             slots.block = None
-        self._pool.refresh((slots,))
+        self.pool.refresh((slots,))
         return self._dispatch_waiting()
 
     def _lose(self, slots: ReplicaSlots, now: float) -> list[RequestKey]:
@@ -478,7 +475,7 @@ class Router:
 
     def _may_risk_one(self) -> bool:
         """Whether a healthy replica is left should another one die."""
-        healthy = (slots for slots in self._pool.replicas.values() if slots.is_healthy)
+        healthy = (slots for slots in self.pool.replicas.values() if slots.is_healthy)
         return next(healthy, None) is not None and next(healthy, None) is not None
 
     def _set_scaled_to_zero(self, *, is_scaled_to_zero: bool) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from serve_common.config.backend import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
+from serve_common.dispatch.admission import CONFIRM_DEATH_S
 from serve_common.dispatch.dispatcher import PATIENCE_S, PROBE_AFTER_S
 from serve_common.dispatch.errors import (
     BackendStopped,
@@ -34,6 +35,7 @@ from serve_common.protocol.frames import (
 )
 from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.protocol.subjects import Subjects
+from serve_common.routing.replica_pool import LEAVING_S
 from serve_common.routing.router import Router
 from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, emptied, failure
 
@@ -100,9 +102,69 @@ async def test_drains_do_not_count_as_deaths(world: World) -> None:
         others = [tag for tag in R[:6] if tag != replica]
         world.put(*others, draining=[replica])
         world.put(*others)
+        world.now += LEAVING_S
+        world.beat.tick(world.now)
+        world.bus.sent[:] = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
     ((_, reply),) = sent(world)
     world.ok(reply)
     await task
+
+
+async def test_what_a_drained_replica_has_sent_counts_though_the_router_hears_first_that_it_left(
+    world: World,
+) -> None:
+    """A late loop finds both in two sockets, in any order."""
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    ((replica, reply),) = sent(world)
+    (other,) = {R0, R1} - {replica}
+    world.put(other, draining=[replica])
+    world.put(other)
+    assert world.take(ProbeHead)[1] == reply
+    world.put(other)
+    assert not world.bus.sent, "it is asked once"
+    world.ok(reply)
+    await task
+    world.put(other)
+    assert world.routes.routers[BACKEND].pool.replicas.keys() == {other}
+
+
+async def test_a_drained_replica_that_left_and_whose_process_has_ended_has_lost_its_request_at_once(
+    world: World,
+) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    ((replica, reply),) = sent(world)
+    (other,) = {R0, R1} - {replica}
+    world.put(other, draining=[replica])
+    world.put(other)
+    world.no_responders(reply)
+    world.now += CONFIRM_DEATH_S + 0.1
+    world.no_responders(reply)
+    assert isinstance(await failure(task), ReplicaDied)
+    world.bus.sent.clear()
+    world.now += LEAVING_S
+    world.beat.tick(world.now)
+    assert world.routes.routers[BACKEND].pool.replicas.keys() == {other}
+
+
+async def test_a_replica_that_left_and_says_nothing_is_waited_for_some_seconds_or_until_it_is_back(
+    world: World,
+) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    ((replica, reply),) = sent(world)
+    (other,) = {R0, R1} - {replica}
+    for _ in range(2):
+        world.put(other, draining=[replica])
+        world.put(other)
+        world.now += LEAVING_S - 1
+        world.beat.tick(world.now)
+        assert not task.done()
+    world.now += 1
+    world.beat.tick(world.now)
+    assert isinstance(await failure(task), ReplicaDied)
+    world.bus.sent.clear()
 
 
 async def test_a_replica_that_was_only_cut_off_does_not_count_as_dead(world: World) -> None:
