@@ -22,7 +22,15 @@ from serve_common.config.backend import CircuitBreaker, OutlierEjection, Replica
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
 from serve_common.routing.queues import Dispatch, Queued, QueueFull, Refusal, RequestKey, SendTo
-from serve_common.routing.replica_choice import Affinity, ReplicaSlots, choose_by_hash, score, stable_hash
+from serve_common.routing.replica_choice import (
+    Affinity,
+    Block,
+    ReplicaSlots,
+    choose_by_hash,
+    score,
+    stable_hash,
+)
+from serve_common.routing.replica_pool import LEAVING_S
 from serve_common.routing.route_table import TrafficSplit
 from serve_common.routing.router import Router
 
@@ -71,6 +79,8 @@ class RouterMachine(RuleBasedStateMachine):
         self.waiting: dict[RequestKey, tuple[float, int]] = {}
         self.suspects: set[RequestKey] = set()
         self.order: dict[RequestKey, tuple[float, int]] = {}
+        self.leaving: dict[ReplicaTag, float] = {}
+        self.resting: set[ReplicaTag] = set()
         self.answered = 0
         self.failed = 0
         self.waited_s = 0.0
@@ -204,7 +214,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(replica=replicas, models=st.frozensets(st.sampled_from(["m1", "m2"])))
     def hold(self, replica, models):
-        assert self.router.hold(replica, models) == (replica in self.running | self.draining)
+        assert self.router.hold(replica, models) == (
+            replica in self.running | self.draining | {*self.leaving}
+        )
 
     @rule(
         states=st.lists(st.sampled_from(["running", "running", "draining", "gone"]), min_size=4, max_size=4),
@@ -220,7 +232,13 @@ class RouterMachine(RuleBasedStateMachine):
             for state in ("running", "draining", "gone")
         }
         self.limit, self.queue_max = limit, queue_max
+        drained = self.draining | self.resting | {*self.leaving}
         self.running, self.draining = set(by_state["running"]), set(by_state["draining"])
+        left = {
+            r: self.leaving.get(r, self.now + LEAVING_S) for r in drained & {*by_state["gone"]} if self.at(r)
+        }
+        asked = {request for r in left.keys() - self.leaving for request in self.at(r)}
+        self.leaving = left
         self.protection = protection
         applied = self.router.apply(
             BackendSnapshot(
@@ -237,7 +255,9 @@ class RouterMachine(RuleBasedStateMachine):
         )
         assert self.router.is_scaled_to_zero == (can_wake and not self.running)
         self.sync_blocked()
-        expected = {r for r, where in self.in_flight.items() if where not in self.running | self.draining}
+        there = self.running | self.draining | {*self.leaving}
+        expected = {r for r, where in self.in_flight.items() if where not in there}
+        assert set(applied.leaving) == asked
         assert set(applied.lost) == expected
         assert len(applied.lost) == len(expected)
         self.failed += len(expected)
@@ -254,7 +274,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert set(dropped.lost) == set(self.in_flight)
         self.waiting.clear()
         self.in_flight.clear()
-        self.running, self.draining, self.blocked = set(), set(), set()
+        self.running, self.draining, self.blocked, self.leaving = set(), set(), set(), {}
 
     # -- time --
 
@@ -270,6 +290,14 @@ class RouterMachine(RuleBasedStateMachine):
             del self.waiting[request]
         self.take(self.router.reopen(self.now), may_be_unblocked=frozenset(REPLICAS))
         self.router.tick(self.now)
+        over = {r for r, until in self.leaving.items() if self.now >= until or not self.at(r)}
+        lost = self.router.take_left(self.now)
+        assert set(lost) == {request for r in over for request in self.at(r)}
+        self.failed += len(lost)
+        for request in lost:
+            del self.in_flight[request]
+        self.leaving = {r: until for r, until in self.leaving.items() if r not in over}
+        assert self.router.pool.has_leaving == bool(self.leaving)
         self.sync_blocked()
         if seconds > 5:
             assert not self.blocked, "nobody is put aside for ever"
@@ -281,6 +309,9 @@ class RouterMachine(RuleBasedStateMachine):
             tag
             for tag, slots in self.router.pool.replicas.items()
             if slots.block is not None or slots.is_ejected
+        }
+        self.resting = {
+            tag for tag, slots in self.router.pool.replicas.items() if slots.block is Block.RESTING
         }
 
     # -- what must always hold --
@@ -328,7 +359,7 @@ class RouterMachine(RuleBasedStateMachine):
     def suspects_wait_only_where_nobody_would_be_left(self):
         for slots in self.router.pool.replicas.values():
             if slots.requests & self.suspects:
-                assert slots.tag in self.running | self.draining
+                assert slots.tag in self.running | self.draining | {*self.leaving}
         if self.waiting and self.waiting.keys() <= self.suspects and self.may_risk_one():
             assert not self.router._open
 

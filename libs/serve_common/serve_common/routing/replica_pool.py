@@ -119,9 +119,7 @@ class ReplicaPool:
         """True when `reopen` may have something to do at a later time."""
         return bool(self.blocked or self.outliers.ejected)
 
-    def apply(
-        self, snapshot: BackendSnapshot, now: float
-    ) -> tuple[list[ReplicaSlots], list[ReplicaSlots]]:
+    def apply(self, snapshot: BackendSnapshot, now: float) -> tuple[list[ReplicaSlots], list[ReplicaSlots]]:
         """Apply replicas and limits; return the replicas that are gone, and those that leave with requests.
 
         Replicas in the snapshot are unblocked. An ejection goes on: it is independent of snapshots.
@@ -134,7 +132,8 @@ class ReplicaPool:
             if slots.has_drained and slots.requests:
                 if tag not in self._leaving:
                     self._leaving[tag] = now + LEAVING_S
-                    slots.is_draining = True
+                    slots.is_draining, slots.block = True, None
+                    self.outliers.discard(slots)
                     leaving.append(slots)
             else:
                 gone.append(self._remove(slots))

@@ -124,7 +124,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """First part of all subjects, so that several stacks can share one NATS."""
     tls_ca_file: str | None = None
     """File of the certificate authority that signed the servers' certificates; None uses the system's."""
-    direct: DirectMode = DirectMode.BODIES
+    direct: DirectMode = DirectMode.ALL
     """Which frames take direct links between routers and replicas."""
     direct_dir: str = ""
     """Directory of the Unix sockets by which replicas accept direct links of their machine; empty: they accept none."""
@@ -198,7 +198,7 @@ def read_bus_settings(
 
 def read_direct_mode(environment: Environment) -> DirectMode:
     """Read ``MUSTER_DIRECT``. Raises `BadField`."""
-    text = environment.text("MUSTER_DIRECT", DirectMode.BODIES.value)
+    text = environment.text("MUSTER_DIRECT", DirectMode.ALL.value)
     try:
         return DirectMode(text)
     except ValueError as error:

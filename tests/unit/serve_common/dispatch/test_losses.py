@@ -153,7 +153,7 @@ async def test_a_replica_that_left_and_says_nothing_is_waited_for_some_seconds_o
 ) -> None:
     world.put(R0, R1)
     task = await world.ask(repeatable=False)
-    ((replica, reply),) = sent(world)
+    ((replica, _),) = sent(world)
     (other,) = {R0, R1} - {replica}
     for _ in range(2):
         world.put(other, draining=[replica])
