@@ -63,7 +63,9 @@ class LostRequests:
     def ask(self, requests: Iterable[RequestKey]) -> None:
         """Probe for ``requests``, whose replica has left after a drain: what it has sent may not have arrived yet."""
         for request in requests:
-            self._outgoing.probe(self._registry.calls[request])
+            call = self._registry.calls.get(request)
+            if call is not None:  # no callback has abandoned it meanwhile
+                self._outgoing.probe(call)
 
     def lose(
         self,
