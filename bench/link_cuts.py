@@ -5,38 +5,34 @@ may be run twice, and each answer is compared by its SHA-256. A client whose Web
 says so, opens another and goes on with the message that was not answered.
 `tests/integration/test_replica_chaos.py` has a short storm.
 
-Links are cut by a forwarder that takes the place of a replica's socket: bytes come through up to a random one, and then
-both ends are closed.
+Links are cut by a forwarder that takes the place of a replica's socket, connections to NATS by one before its port:
+bytes come through up to a random one, and then both ends are closed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import io
 import itertools
-import json
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Self
 from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
 
+from bench.forwarders import Network, draw_bytes
 from muster.handle import DeploymentHandle
 from muster.handles import runtime
 from serve_common.api.commands import DeleteDeployment, Deploy
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
-from serve_common.nats.client import connect_nats
 from serve_common.runtime.settings import DirectMode
 from tests.support.apps.mixed_app.mixed_model import make
 from tests.support.paths import APPS
@@ -46,103 +42,12 @@ NAME = "mixed"
 REPLICAS = 4
 CLIENTS = 24
 SIZE_MAX = 8 * 1024 * 1024
-CUT_BYTES = (64, 16 * 1024 * 1024)
-"""A link ends after so many bytes, drawn evenly by their logarithm; a ticket, of 32, has always come through."""
-NATS_CUT_EVERY_S = 2.0
 KINDS = ("POST", "GET", "stream", "handle", "POST", "GET", "socket")
 """In turn. None may be run twice but GET, which may always."""
 MESSAGE_BYTES = 500_000
 RESTARTS = 1012
 """Close code of a WebSocket whose replica is replaced."""
 _ANSWER_TIMEOUT_S = 120.0
-_LOOK_EVERY_S = 0.005
-
-
-def draw_bytes(chance: random.Random, least: int, most: int) -> int:
-    """A number of bytes, evenly by its logarithm."""
-    return int(least * (most / least) ** chance.random())
-
-
-class LinkCutter:
-    """Stands between routers and the sockets that replicas make in ``directories``."""
-
-    def __init__(self, directories: list[Path], chance: random.Random) -> None:
-        self.links = 0
-        """Links that were forwarded."""
-        self.cuts = 0
-        self._directories = directories
-        self._chance = chance
-        self._taken: set[Path] = set()
-        self._servers: list[asyncio.Server] = []
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def running(cls, directories: list[Path], chance: random.Random) -> AsyncIterator[Self]:
-        """Under way; every link that it forwards ends with it."""
-        self = cls(directories, chance)
-        async with asyncio.TaskGroup() as tasks:
-            looking = tasks.create_task(self._take_over())
-            try:
-                yield self
-            finally:
-                looking.cancel()
-                for server in self._servers:
-                    server.close()
-                for writer in list(self._writers):
-                    writer.transport.abort()
-
-    async def _take_over(self) -> None:
-        while True:
-            for directory in self._directories:
-                for path in directory.iterdir() if directory.exists() else ():
-                    if path not in self._taken and path.is_socket():
-                        await self._stand_before(path)
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    async def _stand_before(self, path: Path) -> None:
-        real = path.parent / "aside" / path.name
-        self._taken.add(path)
-        await asyncio.to_thread(_put_aside, path, real)
-        self._servers.append(
-            await asyncio.start_unix_server(lambda r, w: self._forward(real, r, w), str(path))
-        )
-
-    async def _forward(self, real: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left = draw_bytes(self._chance, *CUT_BYTES)
-        self._writers.add(writer)
-        far: asyncio.StreamWriter | None = None
-        try:
-            far_reader, far = await asyncio.open_unix_connection(str(real))
-            self._writers.add(far)
-            self.links += 1
-
-            async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-                nonlocal left
-                while left > 0 and (data := await source.read(65_536)):
-                    data = data[:left]
-                    left -= len(data)
-                    target.write(data)
-                    await target.drain()
-                raise ConnectionError("the link is cut, or an end has closed it")
-
-            with contextlib.suppress(ExceptionGroup):
-                async with asyncio.TaskGroup() as pumps:
-                    pumps.create_task(pump(reader, far))
-                    pumps.create_task(pump(far_reader, writer))
-            self.cuts += left <= 0
-        except OSError:
-            pass  # the replica has ended
-        finally:
-            for each in (writer, far):
-                if each is not None:
-                    self._writers.discard(each)
-                    each.close()  # what was written arrives, and then the end
-
-
-def _put_aside(path: Path, real: Path) -> None:
-    real.parent.mkdir(exist_ok=True)
-    path.rename(real)
 
 
 class Storm(msgspec.Struct, kw_only=True):
@@ -280,47 +185,29 @@ async def _roll(stack: LoadedStack, storm: Storm, name: str) -> None:
         storm.rolls += 1
 
 
-async def _cut_nats(stack: LoadedStack, storm: Storm, chance: random.Random) -> None:
-    """End one connection that carries requests, every now and then."""
-    url = f"http://127.0.0.1:{stack.nats_monitor_port}"
-    client = await connect_nats(stack.settings(Role.SYSTEM), name="link cuts", deadline_s=20.0)
-    try:
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{url}/varz") as response:
-                server_id = (await response.json())["server_id"]
-            while True:
-                await asyncio.sleep(NATS_CUT_EVERY_S * chance.uniform(0.5, 1.5))
-                async with session.get(f"{url}/connz?limit=1000") as response:
-                    connections: list[dict[str, Any]] = (await response.json())["connections"]
-                found = [
-                    c["cid"] for c in connections if c.get("name", "").startswith(("proxy ", "replica "))
-                ]
-                if found:
-                    told = json.dumps({"cid": chance.choice(found)}).encode()
-                    await client.request(f"$SYS.REQ.SERVER.{server_id}.KICK", told, timeout=20)
-                    storm.nats_cuts += 1
-    finally:
-        await client.close()
+async def storm(stack: LoadedStack, network: Network, requests: int, seed: int, record: Path) -> Storm:
+    """Send so many requests while everything is cut. ``record`` is a file that does not exist yet.
 
-
-async def storm(stack: LoadedStack, requests: int, seed: int, record: Path) -> Storm:
-    """Send so many requests while everything is cut. ``record`` is a file that does not exist yet."""
-    outcome, chance, name = Storm(), random.Random(seed), f"v{seed}"
-    runtime.use(msgspec.structs.replace(stack.settings(Role.CLIENT), direct=stack.direct))
+    ``network`` has the stack's front.
+    """
+    outcome, name = Storm(), f"v{seed}"
+    runtime.use(stack.data_settings(Role.CLIENT))
     try:
-        async with LinkCutter.running(stack.direct_dirs, chance) as cutter:
-            await _deploy(stack, name)
-            began = time.monotonic()
-            async with asyncio.TaskGroup() as tasks:
-                others = [
-                    tasks.create_task(_roll(stack, outcome, name)),
-                    tasks.create_task(_cut_nats(stack, outcome, chance)),
-                ]
-                await _Clients(stack, outcome, requests, seed, record).run()
-                outcome.taken_s = time.monotonic() - began
-                for other in others:
-                    other.cancel()
-            outcome.links, outcome.link_cuts = cutter.links, cutter.cuts
+        await network.take_over_sockets(stack.direct_dirs)
+        await _deploy(stack, name)
+        began = time.monotonic()
+        before = await network.cut(seed)
+        async with asyncio.TaskGroup() as tasks:
+            rolling = tasks.create_task(_roll(stack, outcome, name))
+            await _Clients(stack, outcome, requests, seed, record).run()
+            outcome.taken_s = time.monotonic() - began
+            rolling.cancel()
+        after = await network.spare()
+        outcome.links, outcome.link_cuts, outcome.nats_cuts = (
+            after.links - before.links,
+            after.link_cuts - before.link_cuts,
+            after.nats_cuts - before.nats_cuts,
+        )
     finally:
         runtime.disconnect()
     await stack.done(await stack.admin.call(DeleteDeployment(name=NAME)))
@@ -333,8 +220,13 @@ async def measure(options: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory(prefix="ml-", ignore_cleanup_errors=True) as text:
         directory = Path(text)
         (directory / "state").mkdir()
-        async with LoadedStack.running(directory / "state", DirectMode(options.direct)) as stack:
-            outcome = await storm(stack, options.requests, options.seed, directory / "runs")
+        async with (
+            Network.running() as network,
+            LoadedStack.running(
+                directory / "state", DirectMode(options.direct), front=network.stand_before_nats
+            ) as stack,
+        ):
+            outcome = await storm(stack, network, options.requests, options.seed, directory / "runs")
     print(outcome.line())
     for failure in outcome.failures[:20]:
         print(f"  {failure}")

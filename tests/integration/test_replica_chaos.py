@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from bench import chaos, hangs, link_cuts
 from bench.chaos import CLIENTS, KINDS
+from bench.forwarders import Network
 from serve_common.identities.roles import Role
 from serve_common.nats.client import connect_nats
 from serve_common.runtime.settings import DirectMode
@@ -39,9 +40,17 @@ BYSTANDERS = 8
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LoadedStack]:
+async def network() -> AsyncIterator[Network]:
+    async with Network.running() as network:
+        yield network
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory, network: Network) -> AsyncIterator[LoadedStack]:
     # What is large takes links everywhere else too.
-    async with LoadedStack.running(tmp_path_factory.mktemp("chaos"), DirectMode.ALL) as stack:
+    async with LoadedStack.running(
+        tmp_path_factory.mktemp("chaos"), DirectMode.ALL, front=network.stand_before_nats
+    ) as stack:
         yield stack
 
 
@@ -64,9 +73,9 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
 
 
 async def test_links_and_connections_that_are_cut_at_any_byte_fail_no_request_and_run_none_twice(
-    stack: LoadedStack, tmp_path: Path
+    stack: LoadedStack, network: Network, tmp_path: Path
 ) -> None:
-    storm = await link_cuts.storm(stack, CUT_REQUESTS, SEED, tmp_path / "runs")
+    storm = await link_cuts.storm(stack, network, CUT_REQUESTS, SEED, tmp_path / "runs")
     print(f"seed {SEED}: {storm.line()}")
     assert storm.failures == []
     assert storm.twice == []

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,8 +69,17 @@ def replica_config(version: str) -> ReplicaConfig:
 class LoadedStack:
     """A running stack. Each test leaves it whole."""
 
-    def __init__(self, paths: StatePaths, ray_dir: Path, direct: DirectMode = DirectMode.BODIES) -> None:
+    def __init__(
+        self,
+        paths: StatePaths,
+        ray_dir: Path,
+        direct: DirectMode = DirectMode.BODIES,
+        *,
+        has_front: bool = False,
+    ) -> None:
         self.direct = direct
+        self.has_front = has_front
+        """Whether hosts, replicas and proxies reach NATS by another port than its own."""
         self.direct_dirs = [ray_dir / str(number) / "direct" for number in _NUMBERS]
         """Where replicas make the sockets of direct links, by host."""
         self.controllers: list[ControllerProcess] = []
@@ -82,7 +91,7 @@ class LoadedStack:
         self._controllers_started = 0
         self._tasks = TaskOwner("loaded_stack")
         self._secrets = generate(paths.secrets)
-        uses = ["nats", "nats_monitor", "postgres"]
+        uses = ["nats", "nats_front", "nats_monitor", "postgres"]
         uses += [
             f"{use}_{n}" for use in ("http", "controller_ops", "proxy_ops", "host_ops") for n in _NUMBERS
         ]
@@ -94,14 +103,26 @@ class LoadedStack:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, state_dir: Path, direct: DirectMode = DirectMode.BODIES) -> AsyncIterator[Self]:
-        """With everything ready; nothing is left of it afterwards. ``direct`` says what takes direct links."""
+    async def running(
+        cls,
+        state_dir: Path,
+        direct: DirectMode = DirectMode.BODIES,
+        *,
+        front: Callable[[int, int], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Self]:
+        """With everything ready; nothing is left of it afterwards. ``direct`` says what takes direct links.
+
+        ``front`` is told two ports before anything starts: one on which it listens, and that of NATS, to which it
+        passes on. By it come those who carry requests: proxies, hosts and their replicas, handles by `data_settings`.
+        """
         paths = StatePaths(state_dir)
         paths.logs.mkdir()
         # Ray's sockets need a short path.
         with tempfile.TemporaryDirectory(prefix="muster-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
-            self = cls(paths, Path(ray_dir), direct)
+            self = cls(paths, Path(ray_dir), direct, has_front=front is not None)
             try:
+                if front is not None:
+                    await front(self._ports["nats_front"], self._ports["nats"])
                 # Controllers wait for NATS and Postgres by themselves.
                 await asyncio.gather(
                     self._supervisor.start(), self.start_controller(), self.start_controller()
@@ -135,6 +156,10 @@ class LoadedStack:
     @property
     def _nats_url(self) -> str:
         return f"nats://127.0.0.1:{self._ports['nats']}"
+
+    @property
+    def _data_nats_url(self) -> str:
+        return f"nats://127.0.0.1:{self._ports['nats_front' if self.has_front else 'nats']}"
 
     def _specs(self, ray_dir: Path) -> list[ProcessSpec]:
         options = StackOptions(num_cpus=HOST_CPUS)
@@ -174,7 +199,12 @@ class LoadedStack:
                     msgspec.structs.replace(
                         spec,
                         name=name,
-                        env={**spec.env, **own[spec.name], "MUSTER_DIRECT": self.direct.value},
+                        env={
+                            **spec.env,
+                            **own[spec.name],
+                            "MUSTER_DIRECT": self.direct.value,
+                            "MUSTER_NATS_URL": self._data_nats_url,
+                        },
                         log_path=self._paths.log(name),
                         ready_timeout_s=STARTS_WITHIN_S,
                     )
@@ -280,6 +310,11 @@ class LoadedStack:
     def settings(self, role: Role) -> BusSettings:
         """As a process of that role comes to the server."""
         return bus_settings(self._secrets, self._nats_url, role)
+
+    def data_settings(self, role: Role) -> BusSettings:
+        """As a process of that role comes that carries requests."""
+        settings = bus_settings(self._secrets, self._data_nats_url, role)
+        return msgspec.structs.replace(settings, direct=self.direct)
 
     @property
     def nats_monitor_port(self) -> int:
