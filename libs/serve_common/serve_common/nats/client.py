@@ -208,7 +208,8 @@ async def close_nats(client: Client) -> None:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await client.close()
-    except (NatsError, OSError, TimeoutError) as error:
+    except (NatsError, OSError, RuntimeError, TimeoutError) as error:
+        # uvloop raises RuntimeError for what is written to a socket that is closed already.
         _log.debug("nats_not_closed", error=repr(error))
     finally:
         _abort(client)
