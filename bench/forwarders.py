@@ -22,8 +22,8 @@ import uvloop
 
 LINK_BYTES = (64, 16 * 1024 * 1024)
 """A direct link ends after so many bytes, drawn evenly by their logarithm; a ticket, of 32, has always come through."""
-NATS_BYTES = (8 * 1024, 256 * 1024 * 1024)
-"""The same of a connection to NATS; a login, with its subscriptions, has always come through."""
+NATS_BYTES = (8 * 1024, 16 * 1024 * 1024)
+"""The same of a connection to NATS once its turn comes; a login, with its subscriptions, has always come through."""
 _LOOK_EVERY_S = 0.005
 _READ_BYTES = 65_536
 
@@ -54,7 +54,7 @@ class _Connection:
 
 
 class Forwarder:
-    """Passes connections on. Once told to `cut`, it ends each, at both ends, after a random number of bytes."""
+    """Passes connections on, and ends some, at both ends, after a random number of bytes."""
 
     def __init__(self, least_bytes: int, most_bytes: int) -> None:
         self.forwarded = 0
@@ -79,12 +79,30 @@ class Forwarder:
                 for writer in connection.writers:
                     writer.transport.abort()
 
-    def cut(self, chance: random.Random | None) -> None:
-        """Cut from now on, also the connections that there are already; None: no more."""
+    def cut(self, chance: random.Random) -> None:
+        """End each connection from now on, also those that there are already."""
         self._chance = chance
         for connection in self._connections:
+            connection.left = self._draw()
+
+    async def cut_in_turn(self, chance: random.Random, every_s: float) -> None:
+        """End one, whichever, about every so many seconds; never returns.
+
+        Not each: one that was cut has much to send again, so another one would follow at once, and again. A client then
+        waits longer from time to time before it comes back, and what is away for seconds is another fault.
+        """
+        while True:
+            await asyncio.sleep(every_s * chance.uniform(0.5, 1.5))
+            whole = [connection for connection in self._connections if connection.left == math.inf]
+            if whole:
+                chance.choice(whole).left = draw_bytes(chance, *self._span)
+
+    def spare(self) -> None:
+        """Cut no more."""
+        self._chance = None
+        for connection in self._connections:
             if connection.left > 0:
-                connection.left = self._draw()
+                connection.left = math.inf
 
     async def stand_before_port(self, port: int, real_port: int) -> None:
         """Listen on ``port`` and pass on to ``real_port``, both of this machine's own address."""
@@ -176,15 +194,15 @@ class Network:
         """Of the replicas that there are and will be, until `spare`."""
         await self._tell("take_over_sockets", *map(str, directories))
 
-    async def cut(self, seed: int) -> Counts:
-        """From now on."""
-        return await self._tell("cut", seed)
+    async def cut(self, seed: int, nats_every_s: float) -> Counts:
+        """Cut each link from now on, and a connection to NATS every so many seconds."""
+        return await self._tell("cut", seed, nats_every_s)
 
     async def spare(self) -> Counts:
         """Cut no more; what is forwarded already is so further."""
         return await self._tell("spare")
 
-    async def _tell(self, *command: str | int) -> Counts:
+    async def _tell(self, *command: str | float) -> Counts:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(command) + b"\n")
@@ -196,7 +214,7 @@ async def _obey() -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer
     )
-    taking_over: list[asyncio.Task[None]] = []
+    others: list[asyncio.Task[None]] = []
     async with (
         Forwarder.running(*LINK_BYTES) as links,
         Forwarder.running(*NATS_BYTES) as nats,
@@ -207,20 +225,20 @@ async def _obey() -> None:
                 case ["stand_before_nats", port, nats_port]:
                     await nats.stand_before_port(port, nats_port)
                 case ["take_over_sockets", *directories]:
-                    taking_over = [tasks.create_task(links.take_over_sockets(list(map(Path, directories))))]
-                case ["cut", seed]:
+                    others.append(tasks.create_task(links.take_over_sockets(list(map(Path, directories)))))
+                case ["cut", seed, nats_every_s]:
                     links.cut(random.Random(seed))
-                    nats.cut(random.Random(seed))
+                    others.append(tasks.create_task(nats.cut_in_turn(random.Random(seed), nats_every_s)))
                 case ["spare"]:
-                    links.cut(None)
-                    nats.cut(None)
-                    while taking_over:
-                        taking_over.pop().cancel()
+                    while others:
+                        others.pop().cancel()
+                    links.spare()
+                    nats.spare()
                 case other:
                     raise ValueError(f"unknown command {other!r}")
             counts = Counts(links=links.forwarded, link_cuts=links.cuts, nats_cuts=nats.cuts)
             print(msgspec.json.encode(counts).decode(), flush=True)
-        for task in taking_over:
+        for task in others:
             task.cancel()
 
 

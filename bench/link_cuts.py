@@ -42,6 +42,7 @@ NAME = "mixed"
 REPLICAS = 4
 CLIENTS = 24
 SIZE_MAX = 8 * 1024 * 1024
+NATS_CUT_EVERY_S = 1.0
 KINDS = ("POST", "GET", "stream", "handle", "POST", "GET", "socket")
 """In turn. None may be run twice but GET, which may always."""
 MESSAGE_BYTES = 500_000
@@ -185,7 +186,15 @@ async def _roll(stack: LoadedStack, storm: Storm, name: str) -> None:
         storm.rolls += 1
 
 
-async def storm(stack: LoadedStack, network: Network, requests: int, seed: int, record: Path) -> Storm:
+async def storm(
+    stack: LoadedStack,
+    network: Network,
+    requests: int,
+    seed: int,
+    record: Path,
+    *,
+    nats_cut_every_s: float = NATS_CUT_EVERY_S,
+) -> Storm:
     """Send so many requests while everything is cut. ``record`` is a file that does not exist yet.
 
     ``network`` has the stack's front.
@@ -196,7 +205,7 @@ async def storm(stack: LoadedStack, network: Network, requests: int, seed: int, 
         await network.take_over_sockets(stack.direct_dirs)
         await _deploy(stack, name)
         began = time.monotonic()
-        before = await network.cut(seed)
+        before = await network.cut(seed, nats_cut_every_s)
         async with asyncio.TaskGroup() as tasks:
             rolling = tasks.create_task(_roll(stack, outcome, name))
             await _Clients(stack, outcome, requests, seed, record).run()
@@ -226,7 +235,14 @@ async def measure(options: argparse.Namespace) -> bool:
                 directory / "state", DirectMode(options.direct), front=network.stand_before_nats
             ) as stack,
         ):
-            outcome = await storm(stack, network, options.requests, options.seed, directory / "runs")
+            outcome = await storm(
+                stack,
+                network,
+                options.requests,
+                options.seed,
+                directory / "runs",
+                nats_cut_every_s=options.nats_cut_every,
+            )
     print(outcome.line())
     for failure in outcome.failures[:20]:
         print(f"  {failure}")
@@ -238,6 +254,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.link_cuts", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--direct", choices=[mode.value for mode in DirectMode], default=DirectMode.ALL.value)
+    parser.add_argument(
+        "--nats-cut-every",
+        type=float,
+        default=NATS_CUT_EVERY_S,
+        metavar="S",
+        help="seconds between the cuts of connections to NATS",
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
