@@ -157,8 +157,9 @@ def admit_call(endpoints: dict[EndpointTag, Endpoint], tag: EndpointTag) -> Endp
     return endpoint
 
 
-CONFIRM_DEATH_S: Final = 0.3
-RECONNECT_GRACE_S: Final = 2.0
+CONFIRM_DEATH_S: Final = 3.0
+"""Seconds without a subscriber after which a replica counts as dead: one whose connection was cut waits up to 2 s before
+it comes back. A death is mostly known sooner, from the controller; new requests avoid the replica from the first."""
 PROBE_SILENT_S: Final = 0.1
 """Seconds between probes of a suspected replica."""
 
@@ -168,25 +169,23 @@ class FailureDetector:
     """Suspected replicas: those whose subject had no subscriber at the last publish.
 
     Why the first "no responders" confirms nothing: a replica that is reconnecting to the bus gives the same answer for
-    a moment, and declaring it dead fails everything in flight there. So the silence must last, and longer right after
+    a moment, and declaring it dead fails everything in flight there. So the silence must last, and begins anew when
     this process itself was disconnected, because then the replicas probably were too.
     """
 
-    __slots__ = ("_not_before", "_probed_at", "_since")
+    __slots__ = ("_probed_at", "_since")
 
     def __init__(self) -> None:
         self._since: dict[ReplicaTag, float] = {}
         self._probed_at: dict[ReplicaTag, float] = {}
-        self._not_before = float("-inf")
 
     def __bool__(self) -> bool:
         return bool(self._since)
 
-    def reconnected(self, now: float) -> None:
+    def reconnected(self) -> None:
         """Reset: this process was disconnected from the bus until now."""
         self._since.clear()
         self._probed_at.clear()
-        self._not_before = now + RECONNECT_GRACE_S
 
     def on_sign_of_life(self, replica: ReplicaTag) -> None:
         """A message came from ``replica``, which ends the suspicion."""
@@ -196,7 +195,7 @@ class FailureDetector:
     def no_responders(self, replica: ReplicaTag, now: float) -> bool:
         """``replica``'s subject has no subscriber; True when that confirms its death, which ends the suspicion."""
         since = self._since.setdefault(replica, now)
-        if now - since < CONFIRM_DEATH_S or now < self._not_before:
+        if now - since < CONFIRM_DEATH_S:
             self._probed_at.setdefault(replica, now)
             return False
         self.on_sign_of_life(replica)

@@ -202,7 +202,7 @@ class Dispatcher:
 
         Call it before later messages are read, and after `bus_reconnected` where the connection was re-established.
         """
-        self.failure_detector.reconnected(self._loop.time())
+        self.failure_detector.reconnected()
         for router in list(self._routes.routers.values()):
             self.perform(router, router.forgive(since))
 

@@ -181,7 +181,7 @@ class PendingReconnect:
 
     def bus_reconnected(self) -> None:
         """After a reconnect: send calls that waited for it, and probe those that were in flight."""
-        self._failure_detector.reconnected(self._loop.time())
+        self._failure_detector.reconnected()
         active = self._registry.calls
         for call in list(active.values()):
             attempt = call.attempt

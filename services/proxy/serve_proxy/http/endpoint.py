@@ -169,7 +169,9 @@ def build_request_spec(
         call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
         shard_key=shard_key.decode("latin-1") if shard_key else "",
         backend_tag=endpoint.select_backend(backend) if backend else None,
-        is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
+        # What a socket's handler has begun is no GET, whatever its handshake is.
+        is_repeatable=kind is not _WEBSOCKET
+        and can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
         outlives_client=headers.outlives_client,
         deadline=deadline,
     )

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from serve_common.dispatch.admission import CONFIRM_DEATH_S
 from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.dispatcher import PROBE_AFTER_S
 from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable
@@ -160,7 +161,7 @@ async def test_a_dead_replicas_requests_fail_over_all_at_once(world: World, monk
     clock[0] += 0.2
     world.look(clock[0] - world.now)
     assert world.take(ProbeHead)[1] in replies  # asked again before it is believed
-    clock[0] += 0.2
+    clock[0] += CONFIRM_DEATH_S
     world.no_responders(replies[1])
     sent = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
     assert sorted(subject.rpartition(".")[2] for subject, *_ in sent) == ["1", "2"]

@@ -64,7 +64,7 @@ def die_unheard(world: World, reply: bytes) -> None:
     world.now += 1.1
     world.beat.tick(world.now)
     world.no_responders(reply)
-    world.now += 0.4
+    world.now += CONFIRM_DEATH_S + 0.1
     world.no_responders(reply)
 
 

@@ -40,6 +40,7 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
+from serve_common.protocol.frames import RequestKind
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.routing.route_table import RouteTable
 from serve_common.routing.router import Router
@@ -56,6 +57,7 @@ from serve_proxy.core.headers import (
     read_response_head,
 )
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, build_problem, encode_problem
+from serve_proxy.http.endpoint import build_request_spec
 from serve_proxy.settings import read_settings
 
 R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
@@ -202,8 +204,8 @@ def test_silence_must_last_before_a_replica_counts_as_dead() -> None:
     assert failure_detector
     assert failure_detector.due(1.05) == []
     assert failure_detector.due(1.1) == [R0]
-    assert not failure_detector.no_responders(R0, 1.2)
-    assert failure_detector.no_responders(R0, 1.3)
+    assert not failure_detector.no_responders(R0, 3.9)
+    assert failure_detector.no_responders(R0, 4.0)
     assert not failure_detector
 
 
@@ -218,10 +220,11 @@ def test_any_sign_of_life_ends_a_suspicion() -> None:
 
 def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
     failure_detector = FailureDetector()
-    failure_detector.reconnected(10.0)
-    failure_detector.no_responders(R0, 10.0)
-    assert not failure_detector.no_responders(R0, 11.9)
-    assert failure_detector.no_responders(R0, 12.0)
+    failure_detector.no_responders(R0, 7.0)
+    failure_detector.reconnected()
+    assert not failure_detector.no_responders(R0, 10.0)
+    assert not failure_detector.no_responders(R0, 12.9)
+    assert failure_detector.no_responders(R0, 13.0)
 
 
 class Links:
@@ -525,3 +528,28 @@ def test_backpressure_says_when_to_try_again() -> None:
     assert (problem.status, problem.headers) == (429, (("Retry-After", "3"),))
     problem = build_problem(CircuitOpen(BackendTag("d/a"), 4.0))
     assert (problem.status, problem.headers) == (503, (("Retry-After", "4"),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_repeatable"), [(RequestKind.HTTP, True), (RequestKind.WEBSOCKET, False)]
+)
+def test_a_websockets_handshake_is_no_get_that_may_run_twice(
+    kind: RequestKind, *, is_repeatable: bool
+) -> None:
+    snapshot = EndpointSnapshot(endpoint_tag=EndpointTag("d/a"), route="/a", methods=["GET"], traffic={})
+    spec = build_request_spec(
+        Endpoint(snapshot, RequestStats()),
+        read_request_headers([(b"Host", b"a")], 0),
+        method="GET",
+        path="/a",
+        query="",
+        body=b"",
+        request_id="id",
+        now=0.0,
+        deadline=1.0,
+        peer="",
+        scheme="http",
+        root_path="",
+        kind=kind,
+    )
+    assert spec.is_repeatable == is_repeatable
