@@ -158,7 +158,7 @@ def admit_call(endpoints: dict[EndpointTag, Endpoint], tag: EndpointTag) -> Endp
 
 
 CONFIRM_DEATH_S: Final = 3.0
-"""Seconds without a subscriber after which a replica counts as dead: one whose connection was cut waits up to 2 s before
+"""Seconds without a subscriber after which a replica counts as dead: one whose connection was cut waits up to 2 s until
 it comes back. A death is mostly known sooner, from the controller; new requests avoid the replica from the first."""
 PROBE_SILENT_S: Final = 0.1
 """Seconds between probes of a suspected replica."""

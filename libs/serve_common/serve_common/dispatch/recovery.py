@@ -60,7 +60,7 @@ class LostRequests:
             self._registry.perform(router, router.incomplete(call.key, self._loop.time()))
         self._retry_or_fail(call, router, "does not know the request any more")
 
-    def ask(self, requests: Iterable[RequestKey]) -> None:
+    def probe_left(self, requests: Iterable[RequestKey]) -> None:
         """Probe for ``requests``, whose replica has left after a drain: what it has sent may not have arrived yet."""
         for request in requests:
             call = self._registry.calls.get(request)

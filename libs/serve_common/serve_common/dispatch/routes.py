@@ -289,7 +289,7 @@ class SnapshotUpdates:
             died=applied.died,
             are_others_left=applied.are_others_left,
         )
-        self._lost_requests.ask(applied.leaving)
+        self._lost_requests.probe_left(applied.leaving)
 
     def _drop_router(self, router: Router | None) -> None:
         """Drop a removed backend: requests that wait for it are placed again or fail now, not at their deadline."""

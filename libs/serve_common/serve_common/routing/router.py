@@ -350,8 +350,8 @@ class Router:
         self._set_scaled_to_zero(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
         self.is_stopped = snapshot.is_stopped and not snapshot.replicas
         are_others_left = not known.isdisjoint(self.pool.replicas)
-        asked = [request for slots in leaving for request in sorted(slots.requests)]
-        return Applied(self._dispatch_waiting(), lost, frozenset(died), asked, are_others_left)
+        unanswered = [request for slots in leaving for request in sorted(slots.requests)]
+        return Applied(self._dispatch_waiting(), lost, frozenset(died), unanswered, are_others_left)
 
     def take_left(self, now: float) -> Sequence[RequestKey]:
         """Forget and return the requests on drained replicas that have left, once they have waited long enough."""
