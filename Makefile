@@ -5,8 +5,8 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster libs/embedded services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-link-cuts bench-restored bench-slow-readers bench-uploads bench-scale \
-	bench-autoscaling bench-scaling parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
+	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-link-cuts bench-machines bench-restored bench-slow-readers bench-uploads \
+	bench-scale bench-autoscaling bench-scaling parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle an
 
 bench-link-cuts: $(STAMP) ## Cut direct links and connections to NATS under 10,000 requests of all kinds while replicas roll
 	$(PY) -m bench.link_cuts
+
+bench-machines: $(STAMP) ## Measure proxy and replica in containers as on two machines, for each MUSTER_DIRECT (needs Docker)
+	$(PY) -m bench.machines
 
 bench-slow-readers: $(STAMP) ## Let 1,000 clients read almost nothing of long streams, and look at the memory that costs
 	$(PY) -m bench.slow_readers

@@ -36,7 +36,7 @@ from bench.measure import (
 from bench.meters import Meter
 from bench.muster_stack import logs_of, running_muster
 from bench.peers.ray_serve import running_ray_serve
-from bench.report import make_report, render
+from bench.report import make_report, progress, render
 from bench.wrk import WrkFailed, find_wrk
 from muster.embedded import StackFailed
 from serve_common.errors import ServeError
@@ -120,19 +120,12 @@ async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Nam
 async def _measured(
     systems: list[System], loads: list[Load], generators: Generators, options: argparse.Namespace
 ) -> list[Sample]:
-    meters = {system.name: Meter(system.stack_id) for system in systems if system.stack_id}
+    meters = {system.name: Meter.of_stack(system.stack_id) for system in systems if system.stack_id}
     samples = []
     for run in plan(systems, loads, options.rounds):
         sample = await measure(run, options.seconds, generators.run, meters.get(run.system.name))
         samples.append(sample)
-        figures = sample.figures
-        latency = "" if figures.p50_ms is None else f"  p50 {figures.p50_ms:.2f} ms"
-        first = "" if figures.first_ms is None else f"  first {figures.first_ms:.2f} ms"
-        errors = f"  {sample.errors} errors" if sample.errors else ""
-        say(
-            f"round {run.round + 1}/{options.rounds}  {run.load.name:<18} {run.system.name:<19}"
-            f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
-        )
+        say(progress(sample, options.rounds))
     return samples
 
 

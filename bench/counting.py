@@ -51,7 +51,7 @@ async def measure_counting(
         path: Load(name=path.value, path=path, connections=CONNECTIONS)
         for path in (Served.NOOP, Served.UNCOUNTED)
     }
-    meter = Meter(system.stack_id)
+    meter = Meter.of_stack(system.stack_id)
     rates: dict[Served, list[float]] = {path: [] for path in loads}
     cpu_us: dict[Served, list[float]] = {path: [] for path in loads}
     errors = 0

@@ -1,15 +1,15 @@
 """What the processes of a system cost while it is measured: CPU seconds and memory, by process.
 
-Why by the marks of the embedded stack's supervisor: Ray's processes rename themselves and leave their session, yet
-descend from something that bears the mark.
+Why by the marks of the embedded stack's supervisor, or the first processes of containers: Ray's processes rename
+themselves and leave their session, yet descend from something that is known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final, Self
 
 import msgspec
 import psutil
@@ -32,14 +32,20 @@ class Usage(msgspec.Struct, kw_only=True):
 class Meter:
     """Watches the processes of one system."""
 
-    def __init__(self, stack_id: str) -> None:
-        self._stack_id = stack_id
+    def __init__(self, find: Callable[[], Mapping[psutil.Process, str]]) -> None:
+        """``find`` says which they are, each with its name."""
+        self._find = find
+
+    @classmethod
+    def of_stack(cls, stack_id: str) -> Self:
+        """Of an embedded stack."""
+        return cls(lambda: named_processes(stack_id))
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[dict[str, Usage]]:
         """What is yielded is filled at the end."""
         usage: dict[str, Usage] = {}
-        names = await asyncio.to_thread(named_processes, self._stack_id)
+        names = await asyncio.to_thread(self._find)
         cpu_before = {process: _cpu_s(process) for process in names}
         rss_before = {process: _rss_bytes(process) for process in names}
         highest = dict(rss_before)
@@ -60,17 +66,23 @@ class Meter:
 
 
 def named_processes(stack_id: str) -> dict[psutil.Process, str]:
-    """All processes of a stack; those that Ray started to run an actor are named after it."""
-    children: dict[int, list[psutil.Process]] = {}
+    """All processes of an embedded stack; those that Ray started to run an actor are named after it."""
     marked: dict[psutil.Process, str] = {}
-    for process in psutil.process_iter(["ppid"]):
-        children.setdefault(process.info["ppid"], []).append(process)
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             environment = process.environ()
             if environment.get(STACK_MARK) == stack_id:
                 marked[process] = environment.get(PROCESS_MARK, "?")
+    return with_descendants(marked)
+
+
+def with_descendants(named: Mapping[psutil.Process, str]) -> dict[psutil.Process, str]:
+    """These and all that descend from them, which have their names but for actors of Ray."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter(["ppid"]):
+        children.setdefault(process.info["ppid"], []).append(process)
     names: dict[psutil.Process, str] = {}
-    todo = list(marked.items())
+    todo = list(named.items())
     while todo:
         process, name = todo.pop()
         if process in names:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from bench.counting import UNCOUNTED
 from bench.measure import MIB, MUSTER, MUSTER_ALL, Served, System
-from muster.client import connect_stack
+from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
-from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StatePaths
+from muster.embedded import EmbeddedStack, StackFailed, StatePaths
 from muster.embedded.process import http_probe
 from muster.embedded.supervisor import last_lines
 from serve_common.api.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
@@ -27,7 +27,7 @@ from tests.support.identities import admin_address
 from tests.support.servers.reserved_port import ANY_PORTS
 
 _DEPLOY_WITHIN_S = 60.0
-_MODELS_DIR = Path(__file__).parent / "models"
+MODELS_DIR = Path(__file__).parent / "models"
 _BODY_BYTES_MAX = 256 * MIB
 _REPLICA_CPUS = 0.1
 """All deployments are there at once; one at a time is asked."""
@@ -47,7 +47,8 @@ async def running_muster(state_dir: Path, *, is_direct: bool = False) -> AsyncIt
     async with EmbeddedStack(state_dir, ANY_PORTS) as stack:
         record = stack.record
         os.environ.pop("MUSTER_DIRECT", None)
-        routes = await _deploy_all(record, [Served.NOOP] if is_direct else list(Served))
+        served = [Served.NOOP] if is_direct else list(Served)
+        routes = await deploy_all(admin_address(record), served, str(MODELS_DIR))
         port = urlsplit(record.http_url).port
         assert port is not None, record.http_url
         reason = await http_probe(port, routes[Served.NOOP.value])()
@@ -67,15 +68,15 @@ def logs_of(state_dir: Path) -> str:
     return "\n".join(f"--- {path.name}\n{last_lines(path)}" for path in logs)
 
 
-async def _deploy_all(record: RunRecord, served: list[Served]) -> dict[str, str]:
-    """The route of each path that is served."""
+async def deploy_all(address: StackAddress, served: Sequence[Served], app_dir: str) -> dict[str, str]:
+    """The route of each path that is served; ``app_dir`` is where the replica host finds `MODELS_DIR`."""
     routes: dict[str, str] = {}
-    async with connect_stack(admin_address(record)) as reached:
+    async with connect_stack(address) as reached:
         admin = reached.admin
         await _done(admin, await admin.call(SetHttpOptions(options={"body_bytes_max": _BODY_BYTES_MAX})))
         for path in served:
             try:
-                await _done(admin, await _deploy(admin, path))
+                await _done(admin, await _deploy(admin, path, app_dir))
             except (ServeError, StackFailed) as error:
                 if path is Served.NOOP:
                     raise
@@ -85,13 +86,13 @@ async def _deploy_all(record: RunRecord, served: list[Served]) -> dict[str, str]
     return routes
 
 
-async def _deploy(admin: AdminClient, path: Served) -> ChangeReply:
+async def _deploy(admin: AdminClient, path: Served, app_dir: str) -> ChangeReply:
     if path is Served.CHAIN:
         return await admin.call(
             DeployApplication(
                 name="chain",
                 deployments=[
-                    DeploymentSpec(name=name, replica_config=_config(name.capitalize()))
+                    DeploymentSpec(name=name, replica_config=_config(name.capitalize(), app_dir))
                     for name in ("back", "front")
                 ],
                 ingress="front",
@@ -101,17 +102,17 @@ async def _deploy(admin: AdminClient, path: Served) -> ChangeReply:
     return await admin.call(
         Deploy(
             name=path.value,
-            replica_config=_config("Noop" if path is Served.UNCOUNTED else path.value.capitalize()),
+            replica_config=_config("Noop" if path is Served.UNCOUNTED else path.value.capitalize(), app_dir),
             backend_config=BackendConfig(num_replicas=1),
             route_prefix=f"/{path.value}",
         )
     )
 
 
-def _config(class_name: str) -> ReplicaConfig:
+def _config(class_name: str, app_dir: str) -> ReplicaConfig:
     return ReplicaConfig(
         import_path=f"bench_models:{class_name}",
-        app_dir=str(_MODELS_DIR),
+        app_dir=app_dir,
         ray_actor_options=RayActorOptions(num_cpus=_REPLICA_CPUS),
     )
 

@@ -73,6 +73,18 @@ def render(report: Report) -> str:
     return "\n".join([heading, "\n\n".join(tables), f"\nthe whole took {report.taken_s:.0f} s"])
 
 
+def progress(sample: Sample, rounds: int) -> str:
+    """One line about a run that has just ended, of so many rounds."""
+    run, figures = sample.run, sample.figures
+    latency = "" if figures.p50_ms is None else f"  p50 {figures.p50_ms:.2f} ms"
+    first = "" if figures.first_ms is None else f"  first {figures.first_ms:.2f} ms"
+    errors = f"  {sample.errors} errors" if sample.errors else ""
+    return (
+        f"round {run.round + 1}/{rounds}  {run.load.name:<18} {run.system.name:<19}"
+        f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
+    )
+
+
 def _counting(cost: CountingCost) -> str:
     return (
         f"metrics: with all of them, and a scrape each second, the no-op at c={CONNECTIONS} has {cost.ratio:.3f} of "
@@ -88,10 +100,10 @@ def _cells(line: Line) -> list[str]:
         line.system,
         f"{line.rate:,.0f} {line.unit}",
         f"{line.rate_min:,.0f}-{line.rate_max:,.0f}",
-        _shown(line.p50_ms),
-        _shown(line.p99_ms),
-        _shown(line.first_ms),
-        _shown(line.ratio),
+        shown(line.p50_ms),
+        shown(line.p99_ms),
+        shown(line.first_ms),
+        shown(line.ratio),
         str(line.errors),
     ]
 
@@ -113,5 +125,6 @@ def _process_cells(line: ProcessLine) -> list[str]:
     ]
 
 
-def _shown(value: float | None) -> str:
+def shown(value: float | None) -> str:
+    """A figure in a table; a dash where there is none."""
     return "-" if value is None else f"{value:.2f}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,23 +11,10 @@ import pytest
 from testcontainers.compose import DockerCompose
 
 from muster.secrets import generate
-from tests.compose.stack import PROJECT, ROOT, Stack
+from tests.compose.stack import PROJECT, ROOT, Stack, make_readable, why_no_engine
 from tests.support.servers.reserved_port import HeldPort
 
 _REQUIRED = "MUSTER_REQUIRE_COMPOSE"
-_BUILD_LIMIT_S = 900.0
-
-
-def _why_no_engine() -> str | None:
-    try:
-        done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=30, check=False)
-        if done.returncode == 0:
-            done = subprocess.run(
-                ["docker", "compose", "version"], capture_output=True, text=True, timeout=30, check=False
-            )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else done.stderr.strip()[:300]
 
 
 def _quick_prometheus(directory: Path) -> Path:
@@ -38,24 +24,22 @@ def _quick_prometheus(directory: Path) -> Path:
     text = file.read_text().replace("scrape_timeout: 4s", "scrape_timeout: 1s")
     assert text.count(": 5s") >= 6, "intervals as they are there"
     file.write_text(text.replace(": 5s", ": 1s"))
-    for path in (directory, *directory.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)  # it runs as nobody
+    make_readable(directory)
     return directory
 
 
 def _apps(directory: Path) -> Path:
-    """The examples, and what attacks its host. The users of the containers are others than ours."""
+    """The examples, and what attacks its host."""
     shutil.copytree(ROOT / "examples", directory)
     shutil.copytree(Path(__file__).parent / "hostile_app", directory / "hostile_app")
-    for path in (directory, *directory.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    make_readable(directory)
     return directory
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Every service but Grafana, whose image need not be at hand."""
-    why = _why_no_engine()
+    why = why_no_engine()
     if why is not None:
         if os.environ.get(_REQUIRED) == "1":
             pytest.fail(f"{_REQUIRED}=1, but no Docker engine with compose answers: {why}")
@@ -77,13 +61,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         for name in ("MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):
             environment.delenv(name, raising=False)
         compose.stop()  # what a run that was killed left behind
-        # One image after the other: built at once, each would have its own copy of the layers that they share, and a
-        # second build would find those of one image only.
-        command = [*compose.compose_command_property, "build", "--quiet"]
-        environment.setenv("COMPOSE_PARALLEL_LIMIT", "1")
-        subprocess.run(command, cwd=ROOT, check=True, timeout=_BUILD_LIMIT_S)
-        environment.delenv("COMPOSE_PARALLEL_LIMIT")
+        stack = Stack(compose, secrets)
+        stack.build()
         with compose:
-            stack = Stack(compose, secrets)
             stack.wait_for_containers()
             yield stack

@@ -36,9 +36,29 @@ from tests.support.paths import ROOT
 PROJECT: Final = os.environ.get("MUSTER_TEST_PROJECT", "muster-test")
 UP_TIMEOUT_S: Final = 540.0
 DIGITS_REQUESTS: Final = 'serve_proxy_requests_total{endpoint_tag="default/digits"}'
+_BUILD_LIMIT_S: Final = 900.0
 _COMMAND_TIMEOUT_S: Final = 300.0
 _CHANGE_TIMEOUT_S: Final = 180.0
 """For what takes seconds on a quiet machine, and has no limit of its own on a busy one."""
+
+
+def why_no_engine() -> str | None:
+    """What keeps this machine from running a stack in containers; None: nothing."""
+    try:
+        done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode == 0:
+            done = subprocess.run(
+                ["docker", "compose", "version"], capture_output=True, text=True, timeout=30, check=False
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.strip()[:300]
+
+
+def make_readable(directory: Path) -> None:
+    """For what is mounted: the users of the containers are others than ours."""
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 class Stack:
@@ -56,6 +76,15 @@ class Stack:
         if arguments[0] not in ("exec", "port"):
             self._addresses.clear()  # a container that starts anew has other ports
         return _run([*self.compose.compose_command_property, *arguments], timeout_s)
+
+    def build(self, *services: str) -> None:
+        """Build the images of these services, or all; what is as it was costs seconds.
+
+        One image after the other: built at once, each would have its own copy of the layers that they share, and a
+        second build would find those of one image only.
+        """
+        command = [*self.compose.compose_command_property, "build", "--quiet", *services]
+        _run(command, _BUILD_LIMIT_S, environment={**os.environ, "COMPOSE_PARALLEL_LIMIT": "1"})
 
     def up(self, *arguments: str) -> None:
         """Bring up what compose.yaml says, and wait until all of it is healthy."""

@@ -12,6 +12,7 @@ from aiohttp import web
 from bench.chaos import ChaosLoad, Failure, Kill, Storm
 from bench.floor_processes import bare
 from bench.generators import Generators
+from bench.machines import Links, wrong_way
 from bench.measure import (
     MIB,
     OTHER_LOADS,
@@ -30,6 +31,7 @@ from bench.measure import (
 from bench.meters import Usage
 from bench.scale.meters import Sent, controllers_part, sample_of
 from bench.wrk import WrkFailed, WrkFigures, parse_wrk
+from serve_common.runtime.settings import DirectMode
 
 
 @pytest.fixture
@@ -202,6 +204,32 @@ def test_what_a_process_costs_is_told_by_request() -> None:
     assert (line.process, line.cpu_s, line.cpu_us_per_request) == ("proxy", 0.2, 2000.0)
     assert (line.rss_bytes, line.rss_growth_bytes) == (1, 2)
     assert conclude_processes(samples, ["another"]) == []
+
+
+# Which way requests took between containers.
+
+SMALL, LARGE = noop_loads([1])[0], next(load for load in OTHER_LOADS if load.body_bytes == MIB)
+OPEN, SHUT = Links(tcp=1, unix=0, frames=9), Links(tcp=0, unix=0, frames=9)
+
+
+@pytest.mark.parametrize(
+    ("load", "mode", "links", "frames", "is_wrong"),
+    [
+        (LARGE, DirectMode.OFF, SHUT, 0, False),
+        (LARGE, DirectMode.OFF, OPEN, 0, True),
+        (SMALL, DirectMode.BODIES, OPEN, 0, False),  # the link of an earlier load
+        (SMALL, DirectMode.BODIES, OPEN, 1, True),
+        (LARGE, DirectMode.BODIES, OPEN, 1, False),
+        (LARGE, DirectMode.BODIES, OPEN, 0, True),
+        (SMALL, DirectMode.ALL, OPEN, 1, False),
+        (SMALL, DirectMode.ALL, SHUT, 1, True),
+        (SMALL, DirectMode.ALL, Links(tcp=1, unix=1, frames=9), 1, True),
+    ],
+)
+def test_figures_of_another_way_than_the_modes_are_told(
+    load: Load, mode: DirectMode, links: Links, frames: int, is_wrong: bool
+) -> None:
+    assert bool(wrong_way(load, mode, links, frames)) is is_wrong
 
 
 # What the scale benchmark reads of NATS and of a page of metrics.
