@@ -46,6 +46,8 @@ _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause"; beyond it frames wait here, where small ones and other requests can go first."""
 _SMALL_BYTES_MAX: Final = 4 * 1024
 """Frames up to this size are joined, and go before the bodies of other requests that wait."""
+_SMALL_BATCH_BYTES_MAX: Final = 16 * 1024
+"""What one record of TLS holds."""
 
 _MACHINE_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -378,6 +380,8 @@ class DirectLink(asyncio.BufferedProtocol):
                 batch, batch_bytes = [], 0
         if batch:
             self._written_bytes += batch_bytes
+            if self._is_tcp and batch_bytes <= _SMALL_BATCH_BYTES_MAX:
+                batch = [b"".join(batch)]  # TLS makes a record of each
             transport.writelines(batch)
         while new:
             self._let_wait(new.popleft())

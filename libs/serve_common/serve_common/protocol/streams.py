@@ -20,6 +20,7 @@ from typing import Final, Protocol, final
 
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
+    MESSAGE_PART_BYTES_MAX,
     BodyHead,
     CloseHead,
     CreditHead,
@@ -31,8 +32,8 @@ CREDIT_PARTS: Final = 4
 """Parts of a window. Credit is granted for one part at once: the window never runs dry, and few messages are needed."""
 CREDIT_MAX: Final = 1_000_000
 """Most frames that a sender lets itself be allowed beyond those it has sent."""
-_FRAMES_OVER_MAX: Final = 1
-"""Tolerance for a sender that does not count its first frame."""
+FRAMES_OVER_MAX: Final = 8
+"""Tolerance for a sender of an earlier version, which has 16 frames in flight, of half the size."""
 RETAINED_BYTES_MAX: Final = 32 * 1024 * 1024
 """Most bytes that the streams of one process hold together for sending again; what exceeds it is sent once only."""
 
@@ -78,7 +79,7 @@ class IncomingStream:
         """Check the number of a received frame, and count the frame when it is the next one."""
         if sequence != self.next_sequence:
             return SequenceCheck.DOUBLED if sequence < self.next_sequence else SequenceCheck.LOST
-        if sequence >= self.limit + _FRAMES_OVER_MAX:
+        if sequence >= self.limit + FRAMES_OVER_MAX:
             return SequenceCheck.TOO_MANY
         self.next_sequence += 1
         return SequenceCheck.NEXT
@@ -354,7 +355,7 @@ class MessageQueue(_Retained):
     def add(self, data: bytes, *, is_text: bool) -> int:
         """Append a whole message, and return the number after its last frame. Nothing may be added after a close."""
         assert self._close is None, "the socket is closed"
-        at, pieces = self.first + len(self._frames), split_body(data)
+        at, pieces = self.first + len(self._frames), split_body(data, MESSAGE_PART_BYTES_MAX)
         for number, piece in enumerate(pieces, 1):
             self._hold((MessageHead(at, is_text, number == len(pieces)), piece))
             at += 1

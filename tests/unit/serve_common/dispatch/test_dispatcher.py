@@ -34,6 +34,7 @@ from serve_common.protocol.frames import (
     RequestHead,
     ResponseHead,
 )
+from serve_common.protocol.streams import FRAMES_OVER_MAX
 from serve_common.routing.router import Router
 from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, emptied, failure
 
@@ -321,12 +322,13 @@ async def test_what_was_sent_after_a_probe_is_not_sent_again_for_its_answer(worl
     world.bus.sent.clear()
     world.look(PROBE_AFTER_S)
     world.take(ProbeHead)
-    world.answer(reply, CreditHead(2, 18, 18))
-    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [16, 17]
-    world.answer(reply, AliveHead(16, 20))
-    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [18, 19]
-    world.answer(reply, AliveHead(18, 20, has_gap=True))
-    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [18, 19]
+    at = WINDOW_FRAMES
+    world.answer(reply, CreditHead(2, at + 2, at + 2))
+    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [at, at + 1]
+    world.answer(reply, AliveHead(at, at + 4))
+    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [at + 2, at + 3]
+    world.answer(reply, AliveHead(at + 2, at + 4, has_gap=True))
+    assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [at + 2, at + 3]
     world.ok(reply)
     await task
 
@@ -369,7 +371,7 @@ async def read_all(stream) -> None:
 
 async def test_an_unasked_piece_ends_the_stream(world: World) -> None:
     reply, _, answer = await world.stream()
-    for number in range(1, 2 * WINDOW_FRAMES):
+    for number in range(1, WINDOW_FRAMES + FRAMES_OVER_MAX + 1):
         world.answer(reply, BodyHead(number, False), b"x")
     with pytest.raises(ResponseUnusable):
         await read_all(answer.stream)

@@ -16,6 +16,7 @@ from serve_common.nats.options import NotConnected
 from serve_common.protocol.frames import (
     CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
+    MESSAGE_PART_BYTES_MAX,
     UNKNOWN_BYTES,
     WINDOW_FRAMES,
     WINDOW_MESSAGES,
@@ -31,7 +32,7 @@ from serve_common.protocol.frames import (
     RequestKind,
     ResponseHead,
 )
-from serve_common.protocol.streams import CREDIT_PARTS
+from serve_common.protocol.streams import CREDIT_PARTS, FRAMES_OVER_MAX
 from serve_common.routing.router import Router
 from tests.support.proxy_world import BACKEND, R0, R1, World, emptied, failure
 
@@ -433,7 +434,7 @@ async def test_a_copy_is_not_made_of_what_can_be_read_only_once(world: StreamWor
 
 async def test_messages_are_cut_and_put_together_and_credit_comes_in_bundles(world: StreamWorld) -> None:
     socket, reply = await world.socket()
-    data = bytes(FRAME_BODY_BYTES_MAX) + b"x"
+    data = bytes(MESSAGE_PART_BYTES_MAX) + b"x"
     assert await socket.send(data, is_text=False)
     assert world.take(MessageHead)[2] == MessageHead(1, False, False)
     assert world.take(MessageHead)[2:] == (MessageHead(2, False, True), b"x")
@@ -483,7 +484,7 @@ async def receive_all(socket) -> None:
 
 async def test_an_unasked_frame_ends_a_socket(world: StreamWorld) -> None:
     socket, reply = await world.socket()
-    for n in range(WINDOW_MESSAGES + 3):
+    for n in range(WINDOW_MESSAGES + FRAMES_OVER_MAX + 2):
         world.answer(reply, MessageHead(n + 1, False, True), b"")
     assert world.take(CancelHead)[1] == reply
     with pytest.raises(ResponseUnusable):

@@ -30,6 +30,7 @@ from serve_common.protocol.frames import (
     ResponseHead,
 )
 from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.streams import FRAMES_OVER_MAX
 from serve_replica_host.replica.io.body_frames import REQUEST_BODY_BYTES_MAX
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
 from tests.support.replica_rig import PIECE, UNKNOWN, Rig, build_goal, importable
@@ -556,7 +557,7 @@ async def test_a_router_that_ignores_the_window_is_cut_off() -> None:
 
     rig = Rig(handler)
     request = rig.begin(first=b"x", body_bytes=UNKNOWN)
-    for sequence in range(1, WINDOW_FRAMES + 4):
+    for sequence in range(1, WINDOW_FRAMES + FRAMES_OVER_MAX + 1):
         request.send(BodyHead(sequence, False), b"x")
 
     error, _ = await request.frame()

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from serve_common.direct.link import DirectLink
 from serve_common.protocol.frames import (
-    FRAME_BODY_BYTES_MAX,
+    MESSAGE_PART_BYTES_MAX,
     WINDOW_MESSAGES,
     AliveHead,
     CancelHead,
@@ -211,10 +211,10 @@ async def test_an_application_that_returns_closes_with_1000() -> None:
 async def test_large_messages_are_cut_and_put_together_again() -> None:
     rig = rig_of(echo)
     request = await connect(rig)
-    content = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * 5
+    content = bytes(range(256)) * (MESSAGE_PART_BYTES_MAX // 256) * 5
 
     for at in range(5):
-        piece = content[at * FRAME_BODY_BYTES_MAX :][:FRAME_BODY_BYTES_MAX]
+        piece = content[at * MESSAGE_PART_BYTES_MAX :][:MESSAGE_PART_BYTES_MAX]
         request.send(MessageHead(at + 1, False, at == 4), piece)
     frames = [await request.frame() for _ in range(5)]
     request.send(CloseHead(1000, ""))
