@@ -19,7 +19,7 @@ from bench.floors import running_floors
 from bench.generators import Generators
 from bench.measure import (
     MUSTER,
-    MUSTER_ALL,
+    MUSTER_BODIES,
     NOOP_CONNECTIONS,
     OTHER_LOADS,
     PROCESSES_SHOWN_FOR,
@@ -97,7 +97,7 @@ async def bench(options: argparse.Namespace) -> int:
         taken_s=time.monotonic() - began,
     )
     print_report(render(report), report, options.json)
-    errors = sum(line.errors for line in lines if line.system in (MUSTER, MUSTER_ALL) or not options.peers)
+    errors = sum(line.errors for line in lines if line.system in (MUSTER, MUSTER_BODIES) or not options.peers)
     if errors:
         say(f"error: {errors} requests failed; figures beside failures mean nothing")
     return 1 if errors else 0
@@ -110,7 +110,9 @@ async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Nam
     elif not options.floors_only:
         say("starting Muster …")
         systems.append(await stack.enter_async_context(running_muster(directory / "muster")))
-        systems.append(await stack.enter_async_context(running_muster(directory / "direct", is_direct=True)))
+        systems.append(
+            await stack.enter_async_context(running_muster(directory / "bodies", sends_small_over_nats=True))
+        )
     if options.peers:
         say("starting Ray Serve …")
         systems += await stack.enter_async_context(running_ray_serve(directory, options.peers_python))

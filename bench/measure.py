@@ -17,7 +17,7 @@ import msgspec
 from bench.meters import Meter, Usage
 
 BARE, FLOOR_A, FLOOR_B, FLOOR_C, MUSTER = "bare", "floor A", "floor B", "floor C", "Muster"
-MUSTER_ALL = "Muster, direct=all"
+MUSTER_BODIES = "Muster, direct=bodies"
 KIB, MIB = 1024, 1024 * 1024
 WARM_UP_S = 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from bench.counting import UNCOUNTED
-from bench.measure import MIB, MUSTER, MUSTER_ALL, Served, System
+from bench.measure import MIB, MUSTER, MUSTER_BODIES, Served, System
 from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackFailed, StatePaths
@@ -34,20 +34,20 @@ _REPLICA_CPUS = 0.1
 
 
 @asynccontextmanager
-async def running_muster(state_dir: Path, *, is_direct: bool = False) -> AsyncIterator[System]:
+async def running_muster(state_dir: Path, *, sends_small_over_nats: bool = False) -> AsyncIterator[System]:
     """Start it and deploy one replica of everything; all is gone afterwards.
 
-    ``is_direct``: with ``MUSTER_DIRECT=all``, and the no-op only.
+    ``sends_small_over_nats``: with ``MUSTER_DIRECT=bodies``, and the no-op only.
 
     A deployment that does not come up is told of and left out, except the no-op. Raises `StackFailed`.
     """
     os.environ["MUSTER_UNCOUNTED"] = UNCOUNTED  # the stack inherits both
-    if is_direct:
-        os.environ["MUSTER_DIRECT"] = "all"
+    if sends_small_over_nats:
+        os.environ["MUSTER_DIRECT"] = "bodies"
     async with EmbeddedStack(state_dir, ANY_PORTS) as stack:
         record = stack.record
         os.environ.pop("MUSTER_DIRECT", None)
-        served = [Served.NOOP] if is_direct else list(Served)
+        served = [Served.NOOP] if sends_small_over_nats else list(Served)
         routes = await deploy_all(admin_address(record), served, str(MODELS_DIR))
         port = urlsplit(record.http_url).port
         assert port is not None, record.http_url
@@ -55,7 +55,7 @@ async def running_muster(state_dir: Path, *, is_direct: bool = False) -> AsyncIt
         if reason is not None:
             raise StackFailed(f"the no-op deployment does not serve: {reason}")
         yield System(
-            name=MUSTER_ALL if is_direct else MUSTER,
+            name=MUSTER_BODIES if sends_small_over_nats else MUSTER,
             urls={path: record.http_url + route for path, route in routes.items()},
             stack_id=record.stack_id,
             metrics_urls=[f"{url}/metrics" for url in record.ops_urls.values()],

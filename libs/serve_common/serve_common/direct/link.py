@@ -38,7 +38,7 @@ FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
 _PREFIX_BYTES: Final = 4 + TOKEN_BYTES
-_READ_BYTES: Final = 512 * 1024
+_READ_BYTES: Final = 1024 * 1024
 """Size of the buffer for reading, whose memory is taken as it is used: all that a Unix socket holds."""
 _SOCKET_BYTES: Final = 1024 * 1024
 """What a Unix socket should hold, so that both ends work at once; the system's limit is mostly lower."""
