@@ -73,7 +73,7 @@ class LoadedStack:
         self,
         paths: StatePaths,
         ray_dir: Path,
-        direct: DirectMode = DirectMode.BODIES,
+        direct: DirectMode = DirectMode.ALL,
         *,
         has_front: bool = False,
     ) -> None:
@@ -106,7 +106,7 @@ class LoadedStack:
     async def running(
         cls,
         state_dir: Path,
-        direct: DirectMode = DirectMode.BODIES,
+        direct: DirectMode = DirectMode.ALL,
         *,
         front: Callable[[int, int], Awaitable[None]] | None = None,
     ) -> AsyncIterator[Self]:
