@@ -20,6 +20,7 @@ import msgspec
 import pytest
 import uvloop
 
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
 from serve_common.runtime.settings import DirectMode
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.support.servers.nats_server import NatsServer
@@ -183,8 +184,8 @@ def test_bodies_of_all_sizes_take_a_link_of_tls(server: NatsServer, tmp_path: Pa
                 for is_chunked in (False, True):
                     await world.echo(world.stack.session, rng.randbytes(size), is_chunked=is_chunked)
             after = world.links.count_frames()
-            assert after[0] - before[0] > 2 * sum(SIZES) / (128 * KIB)
-            assert after[1] - before[1] > 2 * sum(SIZES) / (128 * KIB)
+            assert after[0] - before[0] > 2 * sum(SIZES) / FRAME_BODY_BYTES_MAX
+            assert after[1] - before[1] > 2 * sum(SIZES) / FRAME_BODY_BYTES_MAX
             assert (world.network.connections, world.links.opened, world.links.failed) == (1, 1, 0)
             assert 'serve_proxy_direct_links{transport="tcp"} 1.0' in await world.stack.metrics()
 
