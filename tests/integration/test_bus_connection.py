@@ -625,7 +625,7 @@ async def test_a_tls_server_is_spoken_to_when_its_authority_is_trusted(tmp_path:
 
 # A bus connection that logs in anew while messages go both ways: none is lost, doubled or overtaken.
 
-_RENEWALS = 30
+_RENEWALS = 20
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -674,6 +674,59 @@ async def test_renewals_lose_double_and_reorder_nothing(server: NatsServer, *, i
         assert heard_there == list(range(sent))
         assert losses == 0
         assert here.reconnects == 0
+
+
+class _ServerWithAStalledThread:
+    """Speaks as nats-server when it stalls between looking up a message's subscribers and delivering it.
+
+    The message goes to the first connection alone, if that still subscribes, though a second one has meanwhile
+    subscribed too.
+    """
+
+    def __init__(self) -> None:
+        self._connections = 0
+        self._first: asyncio.StreamWriter | None = None
+        self._first_subscribes = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        is_first = self._connections == 1
+        if is_first:
+            self._first = writer
+        has_subscribed = False
+        writer.write(b'INFO {"server_id":"x","version":"2.12.0","max_payload":1048576,"headers":true}\r\n')
+        while line := await reader.readline():
+            verb = line.split()[0]
+            if verb == b"SUB":
+                has_subscribed = True
+            elif verb == b"PING":
+                writer.write(b"PONG\r\n")
+                if has_subscribed and not is_first:
+                    asyncio.get_running_loop().call_later(0.1, self._deliver)
+            if is_first:
+                self._first_subscribes = has_subscribed and verb != b"UNSUB"
+        writer.close()
+
+    def _deliver(self) -> None:
+        assert self._first is not None
+        if self._first_subscribes:
+            self._first.write(b"MSG t.x 1 4\r\nlate\r\n")
+            self._first_subscribes = False
+
+
+@on_each_loop
+async def test_a_renewal_does_not_outrun_a_thread_of_the_server() -> None:
+    listener = await asyncio.start_server(_ServerWithAStalledThread().serve, "127.0.0.1", 0)
+    async with listener:
+        url = f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        connection = BusConnection(BusOptions(servers=[url], **_FAST), random.Random(0))
+        await connection.connect(_LIMIT_S)
+        heard: list[bytes] = []
+        connection.subscribe("t.x", lambda _s, _r, payload, _h: heard.append(payload))
+        await connection.flush(_LIMIT_S)
+        assert await connection.renew()
+        await connection.close()
+        assert heard == [b"late"]
 
 
 async def test_what_is_subscribed_meanwhile_is_heard_and_what_was_ended_is_not(server: NatsServer) -> None:

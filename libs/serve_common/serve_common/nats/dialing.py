@@ -85,7 +85,8 @@ class Dialer:
 STEP_TIMEOUT_S: Final = 2.0
 """Seconds for each of the round trips."""
 BEHIND_S: Final = 0.25
-"""Seconds by which the new link may get a message later than the old one, when the server's threads stall."""
+"""Seconds for which a thread of the server may stall over one message: between looking up its subscribers and
+delivering it to them, or between the old link's subscription and the new one's."""
 
 
 @final
@@ -121,11 +122,12 @@ class Handover:
     Why not just reconnect: a replica's token lasts an hour, a stream or WebSocket may last longer, and what they lose
     by a disconnect cannot be sent again.
 
-    The order matters. `join`: the new link subscribes too, and once the server has confirmed that, messages arrive on
-    both. `part`: publishes wait, the old link unsubscribes, and the answer to its ping proves that the server has
-    handled everything published on it and that all its messages are here. Only then is the new link read and written:
-    `deliver` passes on what the old link did not bring. `finish`: the server delivers a message to its subscribers one
-    after the other, so the new link may lag behind, and its messages are deduplicated a moment longer.
+    The order matters. `join`: the new link subscribes too; once the server has confirmed that, and is through with
+    the messages whose subscribers it had looked up before, messages arrive on both. `part`: publishes wait, the old
+    link unsubscribes, and the answer to its ping proves that the server has handled everything published on it and
+    that all its messages are here. Only then is the new link read and written: `deliver` passes on what the old link
+    did not bring. `finish`: the server delivers a message to its subscribers one after the other, so the new link may
+    lag behind, and its messages are deduplicated a moment longer.
 
     Two messages of equal content to one subject count as duplicates; a sender whose second one must not be lost numbers
     them.
@@ -160,6 +162,7 @@ class Handover:
                         self._subscribed[each.sid] = each
                         self._new.write(encode_sub(each.subject, each.queue, each.sid))
                     await self._new.round_trip()
+                    await asyncio.sleep(BEHIND_S)
         except BaseException:
             self._old.redirect(self._take_message)
             raise
