@@ -34,6 +34,7 @@ from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.nats.options import NotConnected
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
+    LinkHead,
     RequestKind,
     encode_frame,
 )
@@ -94,7 +95,7 @@ class Link:
 class Plane:
     """One router, one replica, and the ways between them."""
 
-    def __init__(self, application: Any, mode: DirectMode) -> None:
+    def __init__(self, application: Any, mode: DirectMode, *, has_link: bool = True) -> None:
         loop = asyncio.get_running_loop()
         self.is_connected = True
         self.receivers: dict[bytes, tuple[Any, Any]] = {}
@@ -137,10 +138,11 @@ class Plane:
         io_queue: Mailbox[Any] = Mailbox(loop, self.replica.handle_outcome)
         self.executor = UserExecutor(code, io_queue.put)
         self.replica.use_links(
-            lambda _reply, _machine: pytest.fail("nothing dials"), lambda _inbox: self.ends[1]
+            lambda _reply, _machine: LinkHead(),
+            lambda _inbox: self.ends[1],  # type: ignore[arg-type,return-value]
         )
         self.ends: tuple[Link | None, Link | None] = (None, None)
-        if mode is not DirectMode.OFF:
+        if mode is not DirectMode.OFF and has_link:
             self.open_link()
 
     # -- the bus --
@@ -273,6 +275,8 @@ class App:
             routes=[
                 Route("/a/echo", self.echo, methods=["POST"]),
                 Route("/a/stream", self.stream, methods=["POST"]),
+                Route("/a/whole", self.whole, methods=["POST"]),
+                Route("/a/parts", self.parts, methods=["POST"]),
                 Route("/a/sum", self.sum, methods=["POST"]),
                 WebSocketRoute("/a/ws", self.socket),
             ]
@@ -301,6 +305,19 @@ class App:
 
         return StreamingResponse(pieces())
 
+    async def whole(self, _request: Request) -> Response:
+        self.runs += 1
+        return Response(LONG)
+
+    async def parts(self, _request: Request) -> Response:
+        self.runs += 1
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for at in range(0, len(LONG), 100 * KIB):
+                yield LONG[at : at + 100 * KIB]
+
+        return StreamingResponse(pieces())
+
     async def socket(self, socket: WebSocket) -> None:
         self.runs += 1
         await socket.accept()
@@ -313,6 +330,8 @@ class App:
 
 
 BODY = random.Random(7).randbytes(5 * FRAME_BODY_BYTES_MAX + 1_000)
+LONG = 4 * BODY
+"""Of more than two windows."""
 
 
 async def tell_small(plane: Plane) -> None:
@@ -391,13 +410,13 @@ async def run(story: str, mode: DirectMode, cut: Callable[[Plane], None] | None,
     return frames, plane.cuts
 
 
-def cut_at(plane: Plane, way: Way, cut: Callable[[Plane], None], at: int) -> None:
-    """Cut when ``at`` frames have passed, all ways together, once."""
+def cut_at(plane: Plane, way: Way, cut: Callable[[Plane], None], at: int, *, cuts: int = 0) -> None:
+    """Cut when ``at`` frames have passed, all ways together, once, after ``cuts`` others."""
     deliver = way._deliver
 
     def watch(*item: Any) -> None:
         deliver(*item)
-        if plane.frames == at and not plane.cuts:
+        if plane.frames >= at and plane.cuts == cuts:
             cut(plane)
 
     way._deliver = watch
@@ -430,6 +449,37 @@ async def test_every_story_ends_well_wherever_its_ways_are_cut(
                 error.add_note(f"{name} was cut after frame {at} of {frames}")
                 raise
     assert cuts >= frames, "the cuts were made"
+
+
+@pytest.mark.parametrize("path", ["/a/whole", "/a/parts"])
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_a_response_that_began_over_the_bus_goes_on_over_a_link_that_opens(
+    path: str, *, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatching, "PROBE_AFTER_S", 0.05)
+    over_links = 0
+    for at in range(1, 12):
+        app = App()
+        plane = Plane(app.asgi, DirectMode.BODIES, has_link=False)
+        beat = asyncio.get_running_loop().create_task(plane.timers.run())
+        ways: list[Way] = []
+
+        def open_link(plane: Plane, ways: list[Way] = ways) -> None:
+            if not plane.cuts:
+                plane.cuts += 1
+                plane.open_link()
+                ways += [end.out for end in plane.ends if end is not None]
+                if is_cut:
+                    cut_at(plane, ways[1], Plane.cut_link, plane.frames + 2, cuts=1)
+
+        cut_at(plane, plane.back, open_link, at)
+        async with asyncio.timeout(20):
+            assert await plane.ask(path) == (200, LONG), f"the link opened after frame {at}"
+        assert app.runs == 1
+        over_links += sum(way.passed for way in ways)
+        beat.cancel()
+        await asyncio.wait([beat])
+    assert over_links > (5 if is_cut else 50)
 
 
 @pytest.mark.parametrize("seed", range(20))

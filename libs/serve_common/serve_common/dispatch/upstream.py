@@ -281,7 +281,7 @@ class ResponseReader:
             case ResponseHead(status, headers):
                 self._open_stream(call, status, headers, body, is_direct=is_direct)
             case BodyHead(sequence, last):
-                self._take_piece(call, sequence, body, last=last)
+                self._take_piece(call, sequence, body, last=last, is_direct=is_direct)
             case CreditHead(frames, _, limit):
                 self._take_credit(call, attempt, frames, limit)
             case RefusedHead(reason):
@@ -343,8 +343,14 @@ class ResponseReader:
             self._registry.fail(call, error)
             raise
 
-    def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
-        response = call.response_reader
+    def _take_piece(
+        self, call: Call, sequence: int, piece: memoryview, *, last: bool, is_direct: bool
+    ) -> None:
+        response, attempt = call.response_reader, call.attempt
+        if (
+            is_direct and attempt is not None and attempt.response_link is None
+        ):  # begun before there was a link
+            attempt.response_link = self._outgoing.links.get(attempt.replica)
         if not isinstance(response, ResponseBody):
             self._find_gap(call, None)
         elif self._is_next(call, response.incoming, sequence):

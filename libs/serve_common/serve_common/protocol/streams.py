@@ -161,6 +161,16 @@ class OutgoingStream:
         return self._end is not None and self._limit - self._window >= self._end
 
     @property
+    def is_at_window(self) -> bool:
+        """True between two windows of a body, where credit for all that was sent comes by itself."""
+        return self._first == 0 and self.sent % self._window == 0
+
+    @property
+    def is_processed(self) -> bool:
+        """True when the receiver has processed all that was sent: nothing is on its way."""
+        return self._limit - self._window >= self.sent
+
+    @property
     def has_credit(self) -> bool:
         """True while a frame may be sent."""
         return self.sent < self._limit and not self._is_paused

@@ -117,11 +117,13 @@ class FrameSender:
 
     def find_link(self, reply: bytes) -> None:
         """Let a response that is worth a link take the open one to its router, if any."""
-        if reply not in self.links:
-            inbox = parse_inbox(reply)
-            link = None if inbox is None else self.link_to(inbox)
-            if link is not None:
-                self.links[reply] = link
+        if (link := self.unused_link(reply)) is not None:
+            self.links[reply] = link
+
+    def unused_link(self, reply: bytes) -> DirectLink | None:
+        """The open link to the router of a response that takes the bus, if any."""
+        inbox = None if reply in self.links else parse_inbox(reply)
+        return None if inbox is None else self.link_to(inbox)
 
     def drop_link(self, link: DirectLink) -> None:
         """A link has ended: its responses take the bus."""
@@ -265,12 +267,8 @@ class ResponseFrames:
         pieces = exchange.pieces
         if not pieces:
             return
-        count = len(pieces)
-        if count == 1:
-            outgoing.add(pieces.popleft(), last=False)
-        else:
-            take = pieces.popleft
-            outgoing.add(b"".join([take() for _ in range(count)]), last=False)
+        take = pieces.popleft
+        outgoing.add(b"".join([take() for _ in range(len(pieces))]), last=False)  # of one piece: no copy
 
     def allow(self, exchange: ReplicaRequest, frames: int, limit: int) -> None:
         """Add credit, as `OutgoingStream.allow` has it."""
@@ -331,6 +329,10 @@ class ResponseFrames:
             self._drain(exchange, source)
         sent_bytes = 0
         while True:
+            if outgoing.is_at_window and self._frames.unused_link(exchange.reply) is not None:
+                if not outgoing.is_processed:  # on two ways, frames would overtake each other
+                    break
+                self._frames.find_link(exchange.reply)
             if not self._frames.has_capacity(exchange.reply):
                 self._waiting[exchange.reply] = exchange
                 break
