@@ -46,6 +46,8 @@ _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause"; beyond it frames wait here, where small ones and other requests can go first."""
 _SMALL_BYTES_MAX: Final = 4 * 1024
 """Frames up to this size are joined, and go before the bodies of other requests that wait."""
+EARLY_FRAMES: Final = 8
+"""Small frames that do not wait for others to be written with: the other end works on them meanwhile."""
 _SMALL_BATCH_BYTES_MAX: Final = 16 * 1024
 """What one record of TLS holds."""
 
@@ -321,6 +323,25 @@ class DirectLink(asyncio.BufferedProtocol):
         self._new.append(item)
         self._added_bytes += item[2]
         self._schedule_writing()
+        if (
+            len(self._new) == EARLY_FRAMES
+            and self._added_bytes - self._written_bytes <= EARLY_FRAMES * _SMALL_BYTES_MAX
+            and threading.get_ident() == self._thread
+        ):
+            self._write_early()
+
+    def _write_early(self) -> None:
+        """Write what would wait for the end of the loop's iteration, if nothing has to go first."""
+        items = tuple(self._new)
+        self._new.clear()
+        if not self._can_write_now():
+            self._new.extend(items)
+            return
+        rest = self._write_now(tuple(piece for _, pieces, _ in items for piece in pieces))
+        rest_bytes = sum(map(len, rest))
+        self._written_bytes += sum(size for _, _, size in items) - rest_bytes
+        if rest:
+            self._new.append((items[-1][0], rest, rest_bytes))  # the first that the loop writes
 
     def _can_write_now(self) -> bool:
         """Whether the calling thread may write to the socket: nothing waits that has to go first."""

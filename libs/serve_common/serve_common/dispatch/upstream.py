@@ -7,6 +7,7 @@ Why apart: everything that is sent may find the bus disconnected, and raises; th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Final, final
@@ -32,6 +33,7 @@ from serve_common.errors import DeadlineExceeded, ReplicaDied
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.protocol.frames import (
+    SMALL_FRAME_BYTES_MAX,
     AliveHead,
     BodyHead,
     CancelHead,
@@ -43,6 +45,7 @@ from serve_common.protocol.frames import (
     Headers,
     MessageHead,
     ProbeHead,
+    ReceivedHead,
     RefusedHead,
     RequestHead,
     RequestKind,
@@ -51,7 +54,7 @@ from serve_common.protocol.frames import (
     encode_frame,
 )
 from serve_common.protocol.reports import Wake
-from serve_common.protocol.streams import IncomingStream, RetainedBytes, SequenceCheck
+from serve_common.protocol.streams import IncomingStream, ReceivedBytes, RetainedBytes, SequenceCheck
 from serve_common.protocol.subjects import Subjects
 from serve_common.routing.queues import Refusal
 from serve_common.runtime.settings import DirectMode
@@ -62,7 +65,7 @@ _log = structlog.get_logger(__name__)
 ACCEPTED: Final = 101
 """The status by which a replica accepts a WebSocket."""
 _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
-_SUBJECTS_CACHED_MAX: Final = 10_000
+_REPLICAS_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
 _AGE_S_MIN: Final = 0.001
 """Least age in a probe: uvloop's clock counts milliseconds, and 0 in a `ProbeHead` is unknown."""
@@ -88,6 +91,7 @@ class Outgoing:
         self._subjects = subjects
         self._loop = asyncio.get_running_loop()
         self._subject_cache: dict[ReplicaTag, bytes] = {}
+        self._received: dict[ReplicaTag, ReceivedBytes] = {}
         self.retained: Final = RetainedBytes()
         """What the sockets' messages hold."""
 
@@ -190,6 +194,17 @@ class Outgoing:
         if call.attempt is not None:
             self._try_publish(call.attempt, CancelHead())
 
+    def count_received(self, attempt: Attempt, size_bytes: int) -> None:
+        """Count a frame that came over the bus, and tell its replica now and then what has come in all."""
+        received = self._received.get(attempt.replica)
+        if received is None:
+            if len(self._received) >= _REPLICAS_MAX:
+                self._received.clear()
+            received = self._received[attempt.replica] = ReceivedBytes()
+        if received.add(size_bytes):
+            with contextlib.suppress(NotConnected, OutboundFull):  # the next one says it too
+                self._publish(attempt, None, ReceivedHead(received.total_bytes))
+
     def wake(self, backend_tag: BackendTag, waiting: int) -> bool:
         """Report that ``waiting`` requests wait for a backend without replicas; False when the bus does not take it."""
         payload = msgspec.json.encode(Wake(backend_tag=backend_tag, waiting=waiting))
@@ -222,7 +237,7 @@ class Outgoing:
     def _subject(self, replica: ReplicaTag) -> bytes:
         subject = self._subject_cache.get(replica)
         if subject is None:
-            if len(self._subject_cache) >= _SUBJECTS_CACHED_MAX:
+            if len(self._subject_cache) >= _REPLICAS_MAX:
                 self._subject_cache.clear()
             subject = self._subject_cache[replica] = self._subjects.replica(replica).encode()
         return subject
@@ -263,6 +278,8 @@ class ResponseReader:
             return
         if self._failure_detector:
             self._failure_detector.on_sign_of_life(attempt.replica)
+        if not is_direct and len(payload) > SMALL_FRAME_BYTES_MAX:
+            self._outgoing.count_received(attempt, len(payload))
         if (
             type(head) is ResponseHead
             and head.last
@@ -275,6 +292,12 @@ class ResponseReader:
             call.on_response(call, Response(head.status, head.headers, body, None))
             return
         attempt.last_seen_at = self._loop.time()
+        self._take_other(call, attempt, head, body, is_direct=is_direct)
+
+    def _take_other(
+        self, call: Call, attempt: Attempt, head: Head, body: memoryview, *, is_direct: bool
+    ) -> None:
+        """Process what is no whole response."""
         match head:
             case MessageHead() | CloseHead():
                 self._take_socket_frame(call, head, body)

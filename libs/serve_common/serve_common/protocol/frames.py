@@ -35,6 +35,8 @@ from serve_common.protocol.subjects import UNREADABLE, Count, Seconds
 FRAME_BODY_BYTES_MAX: Final = 256 * 1024
 """Largest body of one frame. Measured over direct links: 1 MiB echoes are a quarter faster than at 128 KiB, as a frame
 costs both ends some 30 us. At 512 KiB frames are larger than the buffers, and are copied once more at each hop."""
+SMALL_FRAME_BYTES_MAX: Final = 8 * 1024
+"""Frames up to this size are not counted where bytes on the bus are (`ReceivedHead`)."""
 WINDOW_FRAMES: Final = 8
 """Body frames in flight without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
 CREDIT_FRAMES: Final = WINDOW_FRAMES // 4
@@ -215,6 +217,15 @@ class DialHead(msgspec.Struct, frozen=True, array_like=True, tag="D"):
     """What the router's machine is known by (`serve_common.direct.link.machine_id`)."""
 
 
+class ReceivedHead(msgspec.Struct, frozen=True, array_like=True, tag="V"):
+    """What a router has received over the bus from this replica, in responses of any request: credit of the connection,
+    beside that of each stream, as of HTTP/2.
+    """
+
+    total_bytes: Count
+    """Bytes of all frames so far that are larger than `SMALL_FRAME_BYTES_MAX`."""
+
+
 class LinkHead(msgspec.Struct, frozen=True, array_like=True, tag="L"):
     """The answer to a `DialHead`: how to reach the replica directly."""
 
@@ -244,6 +255,7 @@ Head = (
     | CloseHead
     | DialHead
     | LinkHead
+    | ReceivedHead
 )
 
 

@@ -32,8 +32,15 @@ CREDIT_PARTS: Final = 4
 """Parts of a window. Credit is granted for one part at once: the window never runs dry, and few messages are needed."""
 CREDIT_MAX: Final = 1_000_000
 """Most frames that a sender lets itself be allowed beyond those it has sent."""
-FRAMES_OVER_MAX: Final = 8
-"""Tolerance for a sender of an earlier version, which has 16 frames in flight, of half the size."""
+FRAMES_OVER_MAX: Final = 1
+"""Tolerance for a sender that does not count its first frame."""
+ON_BUS_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Bytes of responses that a replica has on the bus for one router: they hide a round trip, and those of a dozen
+replicas stay below the 64 MiB at which nats-server cuts off a router that reads too slowly."""
+RECEIVED_EVERY_BYTES: Final = ON_BUS_BYTES_MAX // 4
+"""Bytes after which a router says what it has received."""
+RECEIVED_WITHIN_S: Final = 1.0
+"""Seconds of a router's silence after which what is on the bus counts as lost, as by a cut connection."""
 RETAINED_BYTES_MAX: Final = 32 * 1024 * 1024
 """Most bytes that the streams of one process hold together for sending again; what exceeds it is sent once only."""
 
@@ -385,3 +392,58 @@ class MessageQueue(_Retained):
                 self.release(at)
             return self._frames[at - self.first]
         return None if self._close is None else (CloseHead(*self._close, sequence=at), b"")
+
+
+@final
+class ReceivedBytes:
+    """What a router has received from one replica over the bus."""
+
+    __slots__ = ("_reported", "total_bytes")
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self._reported = 0
+
+    def add(self, size_bytes: int) -> bool:
+        """Count a frame; True when the replica is to be told the total."""
+        self.total_bytes += size_bytes
+        if self.total_bytes - self._reported < RECEIVED_EVERY_BYTES:
+            return False
+        self._reported = self.total_bytes
+        return True
+
+
+@final
+class OnBusBytes:
+    """What a replica has sent to one router over the bus, and the router has not said that it has. Times in seconds."""
+
+    __slots__ = ("_reported_at", "_received", "_sent")
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._received = 0
+        self._reported_at = 0.0
+        """When the router last reported, or the first byte was sent since it had everything."""
+
+    def add(self, size_bytes: int, now: float) -> None:
+        """Count a frame."""
+        if self._sent == self._received:
+            self._reported_at = now
+        self._sent += size_bytes
+
+    def take(self, total_bytes: int, now: float) -> None:
+        """The router has received ``total_bytes`` in all, of this replica; it may have begun to count anew."""
+        self._reported_at = now
+        if total_bytes < self._received:
+            self._sent = total_bytes
+        self._received = total_bytes
+        self._sent = max(self._sent, total_bytes)
+
+    def is_full(self, now: float) -> bool:
+        """True while streams must wait."""
+        if self._sent - self._received < ON_BUS_BYTES_MAX:
+            return False
+        if now - self._reported_at < RECEIVED_WITHIN_S:
+            return True
+        self._received = self._sent
+        return False

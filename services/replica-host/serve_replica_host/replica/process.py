@@ -86,7 +86,7 @@ _CONNECT_TIMEOUT_S: Final = 30.0
 _FLUSH_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.1
 _STOP_TIMEOUT_S: Final = 1.0
-_PROBE_WAIT_MAX_S: Final = 6.0
+_PROBE_WAIT_MAX_S: Final = 12.0
 """Maximum seconds that a drained replica stays up for probes of routers, however often NATS reconnects."""
 _POLL_S: Final = 0.05
 

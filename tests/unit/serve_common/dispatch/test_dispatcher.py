@@ -34,7 +34,7 @@ from serve_common.protocol.frames import (
     RequestHead,
     ResponseHead,
 )
-from serve_common.protocol.streams import FRAMES_OVER_MAX
+from serve_common.protocol.streams import FRAMES_OVER_MAX, RECEIVED_EVERY_BYTES
 from serve_common.routing.router import Router
 from tests.support.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, emptied, failure
 
@@ -377,6 +377,22 @@ async def test_an_unasked_piece_ends_the_stream(world: World) -> None:
         await read_all(answer.stream)
     assert world.take(CancelHead)[1] == reply
     world.bus.sent.clear()
+
+
+async def test_the_replica_learns_how_much_has_come_over_the_bus_in_all_its_responses(world: World) -> None:
+    large = bytes(RECEIVED_EVERY_BYTES // 4)
+    for total in (1, 2):
+        reply, _, answer = await world.stream()
+        for number in range(1, 4):
+            world.answer(reply, BodyHead(number, False), large)
+            assert not world.bus.sent
+        world.answer(reply, BodyHead(4, True), large)
+        _, to, head, _ = world.bus.sent.pop(0)
+        assert to == reply
+        assert total <= head.total_bytes / RECEIVED_EVERY_BYTES < total + 0.1
+        world.take(CreditHead)
+        await read_all(answer.stream)
+        assert not world.bus.sent
 
 
 async def test_a_lost_piece_is_asked_for_once_and_what_comes_twice_is_dropped(world: World) -> None:

@@ -18,8 +18,9 @@ from serve_common.protocol.frames import (
 from serve_common.protocol.streams import IncomingStream, SequenceCheck
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.replica.io.flow import IncomingBody
+from serve_replica_host.replica.io.frame_sender import FrameSender
 from serve_replica_host.replica.io.request import BodyPiece, Phase, ReplicaRequest, SocketReceived, UserEvent
-from serve_replica_host.replica.io.response_frames import FrameSender, ResponseFrames
+from serve_replica_host.replica.io.response_frames import ResponseFrames
 
 _log = structlog.get_logger(__name__)
 

@@ -23,6 +23,7 @@ from serve_common.protocol.frames import (
     LinkHead,
     MessageHead,
     ProbeHead,
+    ReceivedHead,
     RefusedHead,
     RequestHead,
     RequestKind,
@@ -34,6 +35,7 @@ from serve_common.protocol.subjects import is_inbox
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import Occupancy, RequestMetrics
 from serve_replica_host.replica.io.body_frames import STATUS_CANCELLED, BodyFrames
+from serve_replica_host.replica.io.frame_sender import FrameSender, Publish
 from serve_replica_host.replica.io.request import (
     IoEvent,
     Left,
@@ -42,7 +44,7 @@ from serve_replica_host.replica.io.request import (
     Taken,
     UserEvent,
 )
-from serve_replica_host.replica.io.response_frames import FrameSender, Publish, ResponseFrames
+from serve_replica_host.replica.io.response_frames import ResponseFrames
 from serve_replica_host.replica.io.slots import CLOSE_REASON, SERVICE_RESTART, IdleSockets, Slots
 
 _log = structlog.get_logger(__name__)
@@ -203,8 +205,10 @@ class ReplicaProtocol:
     # -- frames from routers --------------------------------------------------------------------------------------
 
     def handle_bus_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Process a message on the replica's subject. A router that probes there has left its link."""
-        if self._links and reply in self._links and payload.startswith(_PROBE, 3):
+        """Process a message on the replica's subject. A router that has lost something and says so there has left its
+        link; another probe may be from before it knew that a link is used.
+        """
+        if self._links and reply in self._links and payload.startswith(_PROBE, 3) and _has_lost(payload):
             del self._links[reply]
         self.handle_frame(subject, reply, payload, headers)
 
@@ -228,6 +232,10 @@ class ReplicaProtocol:
             return
         if type(head) is DialHead:
             self._frames.send(reply, self.offer_link(reply, head.machine))
+            return
+        if type(head) is ReceivedHead:
+            self._frames.take_received(reply, head.total_bytes)
+            self._responses.send_waiting()
             return
         exchange = self._exchanges.get(reply)
         if exchange is not None:
@@ -414,3 +422,11 @@ class ReplicaProtocol:
             return
         if exchange.incoming is not None and not exchange.is_dropped:
             self._bodies.grant_credit(exchange, exchange.incoming, outcome.frames)
+
+
+def _has_lost(probe: bytes) -> bool:
+    try:
+        head, _ = decode_frame(probe)
+    except FrameUnreadable:
+        return False
+    return type(head) is ProbeHead and head.has_lost

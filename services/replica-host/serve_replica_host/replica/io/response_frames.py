@@ -8,19 +8,18 @@ from typing import Final, Protocol, final
 
 import structlog
 
-from serve_common.direct.link import LARGE_BYTES_MIN, DirectLink, link_token
-from serve_common.direct.listening import parse_inbox
+from serve_common.direct.link import EARLY_FRAMES, LARGE_BYTES_MIN, DirectLink, link_token
 from serve_common.errors import RequestFailed, UserCodeRaised
-from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.nats.options import InvalidSubject, PayloadTooLarge
 from serve_common.nats.protocol import encode_pub
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
+    SMALL_FRAME_BYTES_MAX,
     WINDOW_FRAMES,
     WINDOW_MESSAGES,
     AliveHead,
     ErrorHead,
     FrameUnreadable,
-    Head,
     Headers,
     MessageHead,
     ProbeHead,
@@ -31,6 +30,7 @@ from serve_common.protocol.frames import (
 from serve_common.protocol.streams import BodyPieces, MessageQueue, OutgoingStream, RetainedBytes, WholeBody
 from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES
+from serve_replica_host.replica.io.frame_sender import FrameSender
 from serve_replica_host.replica.io.request import (
     Closed,
     Drop,
@@ -55,80 +55,6 @@ _log = structlog.get_logger(__name__)
 
 STATUS_SWITCHING: Final = 101
 """Status of an accepted WebSocket."""
-
-
-WAY_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Bytes that wait on a way above which streams send nothing more: the windows of many would together exceed what a link
-or a connection takes, and then all would be lost."""
-Publish = Callable[[bytes, bytes], None]
-"""Publishes (subject, frame). Raises as `BusConnection.publish`."""
-
-
-@final
-class FrameSender:
-    """Publishes frames to reply subjects.
-
-    Why a response may be lost: its router probes for the request, and gets the response again (`RecentReplies`).
-    """
-
-    def __init__(
-        self, publish: Publish, now: Callable[[], float], pending_bytes: Callable[[], int] = lambda: 0
-    ) -> None:
-        """``now`` is `time.monotonic` or a fake; ``pending_bytes`` is what waits to be sent over the bus."""
-        self.publish = publish
-        self._pending_bytes = pending_bytes
-        self.links: Final[dict[bytes, DirectLink]] = {}
-        """The direct links that responses take, by reply subject; all others take the bus."""
-        self.link_to: Callable[[bytes], DirectLink | None] = lambda _inbox: None
-        """The open link to the router with an inbox."""
-        self._now = now
-        self._lost_response_logger = RateLimitedLogger(_log.warning)
-
-    def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
-        """Send a frame and return it.
-
-        Raises FrameUnreadable (the head is too large) or PayloadTooLarge; a frame that the bus cannot buffer is lost.
-        """
-        frame = encode_frame(head, body)
-        self.send_again(reply, frame, type(head).__name__)
-        return frame
-
-    def post(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> None:
-        """As `send`, without a copy of a large body where a direct link takes it."""
-        link = self.links.get(reply) if self.links else None
-        if link is None or not link.send(link_token(reply), head, body):
-            self.send(reply, head, body)
-
-    def has_capacity(self, reply: bytes) -> bool:
-        """False while too much waits on the way of this response for a stream to add to it."""
-        link = self.links.get(reply) if self.links else None
-        waiting = self._pending_bytes() if link is None else link.pending_bytes
-        return waiting < WAY_BYTES_MAX
-
-    def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
-        """Send an encoded frame. Raises as `send`."""
-        link = self.links.get(reply) if self.links else None
-        if link is not None and link.send_frame(link_token(reply), frame):
-            return
-        try:
-            self.publish(reply, frame)
-        except (NotConnected, OutboundFull, InvalidSubject) as error:
-            self._lost_response_logger.log(self._now(), "answer_lost", kind=kind, error=str(error))
-
-    def find_link(self, reply: bytes) -> None:
-        """Let a response that is worth a link take the open one to its router, if any."""
-        if (link := self.unused_link(reply)) is not None:
-            self.links[reply] = link
-
-    def unused_link(self, reply: bytes) -> DirectLink | None:
-        """The open link to the router of a response that takes the bus, if any."""
-        inbox = None if reply in self.links else parse_inbox(reply)
-        return None if inbox is None else self.link_to(inbox)
-
-    def drop_link(self, link: DirectLink) -> None:
-        """A link has ended: its responses take the bus."""
-        for reply in [reply for reply, used in self.links.items() if used is link]:
-            del self.links[reply]
 
 
 @final
@@ -396,10 +322,6 @@ class ResponseFrames:
             self._slots.release(exchange, status)
 
 
-FRAME_BYTES_MAX: Final = 8 * 1024
-"""Maximum size: copying a larger frame costs more than a wake-up, and a server may not accept it."""
-
-
 class Writer(Protocol):
     """The methods of `BusConnection` that other threads may call."""
 
@@ -413,7 +335,7 @@ class Writer(Protocol):
 
 @final
 class DirectResponses:
-    """Sends complete responses from the user loop, on its thread.
+    """Sends small complete responses from the user loop, on its thread.
 
     Why: no other thread must wake up before a response is sent. Why only complete ones in one frame: each of these
     requests has exactly one frame to send, so it cannot overtake another one of the same request. Everything else is
@@ -453,7 +375,7 @@ class DirectResponses:
             exchange.is_dropped
             or now >= exchange.deadline
             or exchange.outgoing is not None
-            or len(body) > FRAME_BYTES_MAX
+            or len(body) > SMALL_FRAME_BYTES_MAX
             or (link is None if exchange.is_direct else not self._writer.can_write_shared)
         ):
             self._io_queue(outcome)
@@ -465,7 +387,7 @@ class DirectResponses:
         except (FrameUnreadable, InvalidSubject):
             self._io_queue(outcome)  # the bus side reports the error
             return
-        if len(frame) > FRAME_BYTES_MAX:
+        if len(frame) > SMALL_FRAME_BYTES_MAX:
             self._io_queue(outcome)
             return
         exchange.last_frame = frame
@@ -477,6 +399,8 @@ class DirectResponses:
             self._link_batches.setdefault(link, []).append((link_token(exchange.reply), frame))
         # Before it is sent: a caller with the response may send the next request, which must find the slot free.
         self._take_left(Left(exchange, outcome.status, now))
+        if link is not None and len(self._link_batches[link]) >= EARLY_FRAMES:
+            self._flush_links()
 
     def hold(self) -> None:
         """Buffer responses until `flush` is called, which is soon."""
@@ -485,16 +409,15 @@ class DirectResponses:
     def flush(self) -> None:
         """Send the buffered responses."""
         self._is_corked = False
-        if self._link_batches:
-            links, self._link_batches = self._link_batches, {}
-            for link, frames in links.items():
-                if not link.send_now(frames):
-                    for token, frame in frames:
-                        link.send_frame(token, frame)  # what a link loses is asked for over the bus
-        batch = self._batch
-        if not batch:
-            return
-        self._batch = []
-        if not self._writer.write_shared(batch if len(batch) == 1 else [b"".join(batch)]):
+        self._flush_links()
+        batch, self._batch = self._batch, []
+        if batch and not self._writer.write_shared([b"".join(batch)]):
             # Routers re-request them when the bus is back, as after every lost connection.
             self._lost_response_logger.log(self._now(), "answers_lost", count=len(batch))
+
+    def _flush_links(self) -> None:
+        links, self._link_batches = self._link_batches, {}
+        for link, frames in links.items():
+            if not link.send_now(frames):
+                for token, frame in frames:
+                    link.send_frame(token, frame)  # what a link loses is asked for over the bus

@@ -13,6 +13,7 @@ from serve_common.direct.link import DirectLink
 from serve_common.nats.options import NotConnected, PayloadTooLarge
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
+    SMALL_FRAME_BYTES_MAX,
     WINDOW_FRAMES,
     AliveHead,
     BodyHead,
@@ -20,7 +21,9 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     Head,
+    LinkHead,
     ProbeHead,
+    ReceivedHead,
     RefusedHead,
     RequestHead,
     RequestKind,
@@ -28,7 +31,7 @@ from serve_common.protocol.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_common.protocol.streams import RETAINED_BYTES_MAX
+from serve_common.protocol.streams import ON_BUS_BYTES_MAX, RECEIVED_WITHIN_S, RETAINED_BYTES_MAX, OnBusBytes
 from serve_common.runtime.threads import Mailbox
 from serve_replica_host.replica.io.body_frames import REQUEST_BODY_BYTES_MAX
 from serve_replica_host.replica.io.protocol import ROUTER_SILENT_S, ReplicaProtocol
@@ -44,7 +47,7 @@ from serve_replica_host.replica.io.request import (
     WholeResponseEvent,
     Writable,
 )
-from serve_replica_host.replica.io.response_frames import FRAME_BYTES_MAX, DirectResponses
+from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.io.slots import UNACKNOWLEDGED_MAX
 from tests.support.replica_rig import Tally
 from tests.support.waiting import eventually
@@ -762,9 +765,9 @@ async def test_all_else_is_left_to_the_bus_side(direct: DirectDesk, why: str) ->
     headers = []
     body = b"done"
     if why == "large":
-        body = bytes(FRAME_BYTES_MAX + 1)
+        body = bytes(SMALL_FRAME_BYTES_MAX + 1)
     elif why == "large head":
-        headers = [(b"x", b"y" * FRAME_BYTES_MAX)]
+        headers = [(b"x", b"y" * SMALL_FRAME_BYTES_MAX)]
     elif why == "disconnected":
         direct.wire.can_write_shared = False
     else:
@@ -787,3 +790,76 @@ async def test_an_answer_that_comes_with_its_deadline_frees_the_slot_once(direct
     assert direct.metrics.answered == [200]
     direct.hear(ProbeHead())
     assert type(direct.heads[0]) is not RefusedHead
+
+
+def _reply(router: int, request: int) -> bytes:
+    return b"_INBOX_proxy.p%d.x.%016x" % (router, request)
+
+
+async def test_streams_wait_while_their_router_has_not_received_what_is_on_the_bus() -> None:
+    desk = Desk(max_concurrent_queries=10)
+    body = bytes(WINDOW_FRAMES * FRAME_BODY_BYTES_MAX)
+
+    def sent_frames(reply: bytes) -> int:
+        return sum(to == reply for to, _, _ in desk.sent)
+
+    for request in range(4):
+        desk.answer(desk.begin(reply=_reply(1, request)), body)
+    desk.answer(desk.begin(reply=_reply(2, 0)), body)
+    fit = ON_BUS_BYTES_MAX // FRAME_BODY_BYTES_MAX
+    assert [sent_frames(_reply(1, request)) for request in range(4)] == [fit // 2, fit // 2, 1, 1]
+    assert sent_frames(_reply(2, 0)) == WINDOW_FRAMES, "another router has its own"
+
+    received = sum(
+        len(encode_frame(head, part)) for to, head, part in desk.sent if to[:-16] == _reply(1, 0)[:-16]
+    )
+    desk.hear(ReceivedHead(received), reply=_reply(1, 0))
+    assert sent_frames(_reply(1, 2)) == sent_frames(_reply(1, 3)) == WINDOW_FRAMES
+
+    desk.answer(desk.begin(reply=_reply(1, 9)), body)
+    assert sent_frames(_reply(1, 9)) < WINDOW_FRAMES
+    desk.now += RECEIVED_WITHIN_S
+    desk.side.send_waiting()
+    assert sent_frames(_reply(1, 9)) == WINDOW_FRAMES, "a silent router has lost it"
+
+
+async def test_a_router_that_counts_anew_is_believed() -> None:
+    on_bus = OnBusBytes()
+    on_bus.add(ON_BUS_BYTES_MAX, 1.0)
+    assert on_bus.is_full(1.0)
+    on_bus.take(ON_BUS_BYTES_MAX, 1.1)
+    assert not on_bus.is_full(1.1)
+    on_bus.add(ON_BUS_BYTES_MAX - 1, 1.2)
+    assert not on_bus.is_full(1.2)
+    on_bus.add(1, 1.2)
+    assert on_bus.is_full(1.2)
+    on_bus.take(5, 1.3)
+    assert not on_bus.is_full(1.3)
+    on_bus.add(ON_BUS_BYTES_MAX, 1.4)
+    assert on_bus.is_full(1.4)
+
+
+async def test_a_probe_on_the_bus_moves_a_response_there_only_when_it_has_lost_something(desk: Desk) -> None:
+    class Link:
+        pending_bytes = 0
+        frames: list[bytes] = []
+
+        def send(self, _token: bytes, head: Head, body: bytes = b"") -> bool:
+            return self.send_frame(b"", encode_frame(head, body))
+
+        def send_frame(self, _token: bytes, frame: bytes) -> bool:
+            self.frames.append(frame)
+            return True
+
+    reply, link = _reply(1, 1), cast(DirectLink, Link())
+    desk.side.use_links(lambda _reply, _machine: LinkHead(), lambda _inbox: link)
+    desk.answer(desk.begin(reply=reply), bytes(3 * FRAME_BODY_BYTES_MAX))
+    assert (desk.sent, len(Link.frames)) == ([], 3)
+
+    def probe(**fields: Any) -> None:
+        desk.side.handle_bus_frame(b"", reply, encode_frame(ProbeHead(1.0, 1, WINDOW_FRAMES, **fields)), None)
+
+    probe()
+    assert (desk.sent, len(Link.frames)) == ([], 4), "one from before it knew of the link"
+    probe(has_lost=True)
+    assert [type(head) for head in desk.heads] == [AliveHead, BodyHead, BodyHead]
