@@ -417,7 +417,7 @@ class ReceivedBytes:
 class OnBusBytes:
     """What a replica has sent to one router over the bus, and the router has not said that it has. Times in seconds."""
 
-    __slots__ = ("_reported_at", "_received", "_sent")
+    __slots__ = ("_received", "_reported_at", "_sent")
 
     def __init__(self) -> None:
         self._sent = 0

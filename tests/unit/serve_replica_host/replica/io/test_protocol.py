@@ -840,26 +840,27 @@ async def test_a_router_that_counts_anew_is_believed() -> None:
 
 
 async def test_a_probe_on_the_bus_moves_a_response_there_only_when_it_has_lost_something(desk: Desk) -> None:
+    frames: list[bytes] = []
+
     class Link:
         pending_bytes = 0
-        frames: list[bytes] = []
 
         def send(self, _token: bytes, head: Head, body: bytes = b"") -> bool:
             return self.send_frame(b"", encode_frame(head, body))
 
         def send_frame(self, _token: bytes, frame: bytes) -> bool:
-            self.frames.append(frame)
+            frames.append(frame)
             return True
 
     reply, link = _reply(1, 1), cast(DirectLink, Link())
     desk.side.use_links(lambda _reply, _machine: LinkHead(), lambda _inbox: link)
     desk.answer(desk.begin(reply=reply), bytes(3 * FRAME_BODY_BYTES_MAX))
-    assert (desk.sent, len(Link.frames)) == ([], 3)
+    assert (desk.sent, len(frames)) == ([], 3)
 
     def probe(**fields: Any) -> None:
         desk.side.handle_bus_frame(b"", reply, encode_frame(ProbeHead(1.0, 1, WINDOW_FRAMES, **fields)), None)
 
     probe()
-    assert (desk.sent, len(Link.frames)) == ([], 4), "one from before it knew of the link"
+    assert (desk.sent, len(frames)) == ([], 4), "one from before it knew of the link"
     probe(has_lost=True)
     assert [type(head) for head in desk.heads] == [AliveHead, BodyHead, BodyHead]
