@@ -6,6 +6,7 @@ Why floors in the same run: absolute figures belong to a machine and an hour; wh
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from bench.measure import (
     noop_loads,
     plan,
 )
-from bench.meters import Meter
+from bench.meters import Meter, suspended
 from bench.muster_stack import logs_of, running_muster
 from bench.peers.ray_serve import running_ray_serve
 from bench.report import make_report, progress, render
@@ -43,6 +44,9 @@ from serve_common.errors import ServeError
 
 BUSY_LOAD = 1.0
 """Processes that run beside us on average, above which a warning is due."""
+
+SETTLE_S = 1.5
+"""Seconds after a run in which those that stood still catch up."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -123,11 +127,14 @@ async def _measured(
     systems: list[System], loads: list[Load], generators: Generators, options: argparse.Namespace
 ) -> list[Sample]:
     meters = {system.name: Meter.of_stack(system.stack_id) for system in systems if system.stack_id}
+    stack_ids = {system.stack_id for system in systems if system.stack_id}
     samples = []
     for run in plan(systems, loads, options.rounds):
-        sample = await measure(run, options.seconds, generators.run, meters.get(run.system.name))
+        with suspended(stack_ids - {run.system.stack_id}):
+            sample = await measure(run, options.seconds, generators.run, meters.get(run.system.name))
         samples.append(sample)
         say(progress(sample, options.rounds))
+        await asyncio.sleep(SETTLE_S)
     return samples
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from typing import Final, Self
 
 import msgspec
 import psutil
 
 from muster.embedded.process import PROCESS_MARK, STACK_MARK
+from serve_common.runtime import guardian
 
 _LOOK_EVERY_S: Final = 0.1
 
@@ -105,6 +106,25 @@ def _own_name(process: psutil.Process, name: str) -> str:
         if program == "haproxy":
             return "haproxy"
     return name
+
+
+@contextlib.contextmanager
+def suspended(stack_ids: Collection[str]) -> Iterator[None]:
+    """Let the processes of other stacks stand still meanwhile, but for guardians, which end them if we end.
+
+    Why: idle stacks of four systems wake up some 10,000 times a second together, which slows whatever is measured.
+    """
+    processes = [process for stack_id in stack_ids for process in named_processes(stack_id)]
+    try:
+        for process in processes:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if guardian.__file__ not in process.cmdline():
+                    process.suspend()
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.resume()
 
 
 async def _keep_looking(highest: dict[psutil.Process, int]) -> None:
