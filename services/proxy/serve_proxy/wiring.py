@@ -160,6 +160,8 @@ class Proxy:
         self._certificate = None if settings.tls is None else Certificate(settings.tls)
         tls = None if self._certificate is None else self._certificate.context
         self.http = HttpServer(requests, self._ingress, tls)
+        outgoing.links.on_batch_start = self.http.start_gathering
+        outgoing.links.on_batch_end = self.http.write_gathered
         registry = CollectorRegistry()
         registry.register(RoutesCollector(routes))
         registry.register(

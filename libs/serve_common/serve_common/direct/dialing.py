@@ -72,6 +72,10 @@ class DirectLinks:
         """Dials that failed."""
         self.lost = 0
         """Links that were open and have ended."""
+        self.on_batch_start: Callable[[], None] = lambda: None
+        """Called before the frames of one read are delivered; for links that are opened from then on."""
+        self.on_batch_end: Callable[[], None] = lambda: None
+        """Called after them."""
         self._ended_frames = (0, 0)
         """Frames that ended links have sent and received."""
         self._inbox = inbox
@@ -223,7 +227,13 @@ class DirectLinks:
 
         if len(way.ticket) != TICKET_BYTES:
             raise ConnectionError(f"the replica's ticket has {len(way.ticket)} bytes")
-        link = DirectLink(self._loop, take_frame, ended)
+        link = DirectLink(
+            self._loop,
+            take_frame,
+            ended,
+            on_batch_start=self.on_batch_start,
+            on_batch_end=self.on_batch_end,
+        )
         try:
             transport = await self._open_transport(link, way)
             transport.write(way.ticket)

@@ -94,10 +94,11 @@ class DirectLink(asyncio.BufferedProtocol):
         on_frame: OnFrame,
         on_end: Callable[[DirectLink], None],
         *,
-        on_batch_end: Callable[[], None] | None = None,
+        on_batch_start: Callable[[], None] = lambda: None,
+        on_batch_end: Callable[[], None] = lambda: None,
         lends_frames: bool = False,
     ) -> None:
-        """``on_batch_end`` is called when all frames of one read were delivered.
+        """``on_batch_start`` is called before the frames of one read are delivered, ``on_batch_end`` after them.
 
         ``lends_frames``: large frames are views of the buffer for reading, for a receiver that keeps none of it.
         """
@@ -108,6 +109,7 @@ class DirectLink(asyncio.BufferedProtocol):
         self._loop = loop
         self._on_frame = on_frame
         self._on_end = on_end
+        self._on_batch_start = on_batch_start
         self._on_batch_end = on_batch_end
         self._lends_frames = lends_frames
         self._thread = threading.get_ident()
@@ -173,8 +175,10 @@ class DirectLink(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
         self.last_used_at = self._loop.time()
-        self._parse()
-        if self._on_batch_end is not None:
+        self._on_batch_start()
+        try:
+            self._parse()
+        finally:
             self._on_batch_end()
 
     def detach_reader(self) -> socket.socket | None:

@@ -70,6 +70,8 @@ class ConnectionOwner(Protocol):
 
     in_flight: int
     """Requests without a complete response."""
+    gathered: list[tuple[HttpConnection, bytes, bool]] | None
+    """Complete responses that are written at the end of a read, and whether they close; None outside of one."""
 
     @property
     def tasks(self) -> TaskOwner:
@@ -261,13 +263,13 @@ class HttpConnection(CountingConnection):
 
     def finish_fast_path(self, data: bytes, *, closes: bool) -> None:
         """Write the complete response, and go on with the requests behind it."""
-        self._fast_path = None
-        self._http.in_flight -= 1
-        transport = self.transport
-        if transport is None:
-            return
-        transport.write(data)
-        self._after_fast_path(closes=closes)
+        if self._http.gathered is not None:
+            self._http.gathered.append((self, data, closes))
+        elif self._fast_path is not None and self.transport is not None:
+            self._fast_path = None
+            self._http.in_flight -= 1
+            self.transport.write(data)
+            self._after_fast_path(closes=closes)
 
     def refuse_fast_path(self, data: bytes) -> None:
         """Write the complete response to a request whose body is not read, and discard the rest."""

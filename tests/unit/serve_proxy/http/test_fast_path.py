@@ -56,6 +56,23 @@ async def test_a_simple_request_is_asked_and_answered_without_a_task(desk: Desk)
     assert not desk.ingress.asked
 
 
+async def test_responses_that_come_in_one_read_are_written_at_its_end(desk: Desk) -> None:
+    readers = [(await desk.connect())[0] for _ in range(2)]
+    for writer in desk.writers:
+        writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
+    await desk.ingress.until(lambda: len(desk.ingress.begun) == 2)
+    desk.server.start_gathering()
+    for number, call in enumerate(desk.ingress.begun):
+        call.on_response(call, whole(b"%d" % number))
+    await asyncio.sleep(0.05)
+    assert not any(reader._buffer for reader in readers)
+    assert desk.server.in_flight == 2
+    desk.server.write_gathered()
+    assert {(await read_answer(reader))[2] for reader in readers} == {b"0", b"1"}
+    assert desk.server.in_flight == 0
+    await goes_on(readers[0], desk.writers[0])
+
+
 @pytest.mark.parametrize(("status", "length"), [(204, None), (304, "7")])
 async def test_an_answer_without_a_body_by_its_status_has_none(
     desk: Desk, status: int, length: str | None
