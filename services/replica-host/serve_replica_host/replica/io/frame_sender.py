@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final, final
+from weakref import WeakSet
 
 import structlog
 
@@ -42,9 +43,11 @@ class FrameSender:
         """The direct links that responses take, by reply subject; all others take the bus."""
         self.link_to: Callable[[bytes], DirectLink | None] = lambda _inbox: None
         """The open link to the router with an inbox."""
+        self._left = WeakSet[DirectLink]()
+        """Links that their routers have left."""
         self._on_bus: dict[bytes, OnBusBytes] = {}
         """By inbox."""
-        self._now = now
+        self.now: Final = now
         self._lost_response_logger = RateLimitedLogger(_log.warning)
 
     def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
@@ -70,13 +73,13 @@ class FrameSender:
         if self._pending_bytes() >= WAY_BYTES_MAX:
             return False
         on_bus = self._on_bus.get(parse_inbox(reply) or b"")
-        return on_bus is None or not on_bus.is_full(self._now())
+        return on_bus is None or not on_bus.is_full(self.now())
 
     def take_received(self, reply: bytes, total_bytes: int) -> None:
         """The router of ``reply`` has received ``total_bytes`` over the bus."""
         on_bus = self._on_bus.get(parse_inbox(reply) or b"")
         if on_bus is not None:
-            on_bus.take(total_bytes, self._now())
+            on_bus.take(total_bytes, self.now())
 
     def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
         """Send an encoded frame. Raises as `send`."""
@@ -86,7 +89,7 @@ class FrameSender:
         try:
             self.publish(reply, frame)
         except (NotConnected, OutboundFull, InvalidSubject) as error:
-            self._lost_response_logger.log(self._now(), "answer_lost", kind=kind, error=str(error))
+            self._lost_response_logger.log(self.now(), "answer_lost", kind=kind, error=str(error))
             return
         if len(frame) > SMALL_FRAME_BYTES_MAX:
             self._count_on_bus(reply, len(frame))
@@ -100,7 +103,7 @@ class FrameSender:
             if len(self._on_bus) >= _ROUTERS_MAX:
                 self._on_bus.clear()
             on_bus = self._on_bus[inbox] = OnBusBytes()
-        on_bus.add(size_bytes, self._now())
+        on_bus.add(size_bytes, self.now())
 
     def find_link(self, reply: bytes) -> None:
         """Let a response that is worth a link take the open one to its router, if any."""
@@ -110,7 +113,17 @@ class FrameSender:
     def unused_link(self, reply: bytes) -> DirectLink | None:
         """The open link to the router of a response that takes the bus, if any."""
         inbox = None if reply in self.links else parse_inbox(reply)
-        return None if inbox is None else self.link_to(inbox)
+        link = None if inbox is None else self.link_to(inbox)
+        return None if link in self._left else link
+
+    def leave_link(self, reply: bytes) -> None:
+        """The router of a response has left its link, of whose end this process may hear late: use it for no other."""
+        self._left.add(self.links.pop(reply))
+
+    def prove_alive(self, link: DirectLink) -> None:
+        """A frame came over ``link``."""
+        if self._left:
+            self._left.discard(link)
 
     def drop_link(self, link: DirectLink) -> None:
         """A link has ended: its responses take the bus."""

@@ -62,6 +62,8 @@ _IN_USE_S: Final = 5.0
 """Seconds since the last response after which a drain need not wait for lost requests."""
 _TRAVEL_S: Final = 0.5
 """Maximum seconds of a frame's travel, for deciding whether a request ended before a probe was sent."""
+_MOVED_S: Final = 10.0
+"""Seconds after a response's move to a link in which its router, when it is busy, may not have seen that."""
 _PROBE: Final = encode_frame(ProbeHead())[3:5]
 """What is at this place in the frame of a probe only: the tag of its head."""
 
@@ -191,6 +193,7 @@ class ReplicaProtocol:
         """Process a frame that came over ``link`` for the request of ``reply``; nothing of ``payload`` is kept."""
         links = self._links
         links[reply] = link
+        self._frames.prove_alive(link)
         self._handle(reply, payload)
         exchange = self._exchanges.get(reply)
         if exchange is not None:
@@ -205,12 +208,21 @@ class ReplicaProtocol:
     # -- frames from routers --------------------------------------------------------------------------------------
 
     def handle_bus_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Process a message on the replica's subject. A router that has lost something and says so there has left its
-        link; another probe may be from before it knew that a link is used.
-        """
-        if self._links and reply in self._links and payload.startswith(_PROBE, 3) and _has_lost(payload):
-            del self._links[reply]
+        """Process a message on the replica's subject. A router that probes there has left its link."""
+        if (
+            self._links
+            and reply in self._links
+            and payload.startswith(_PROBE, 3)
+            and not self._is_from_before(reply, payload)
+        ):
+            self._frames.leave_link(reply)
         self.handle_frame(subject, reply, payload, headers)
+
+    def _is_from_before(self, reply: bytes, probe: bytes) -> bool:
+        """True for a probe that its router may have sent before it saw that the response had moved to the link."""
+        exchange = self._exchanges.get(reply) or self._slots.unacknowledged.get(reply)
+        is_recent = exchange is not None and self._now() - exchange.moved_at < _MOVED_S
+        return is_recent and not _has_lost(probe)
 
     def handle_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         """Process a frame."""

@@ -259,6 +259,7 @@ class ResponseFrames:
                 if not outgoing.is_processed:  # on two ways, frames would overtake each other
                     break
                 self._frames.find_link(exchange.reply)
+                exchange.moved_at = self._frames.now()
             if not self._frames.has_capacity(exchange.reply):
                 self._waiting[exchange.reply] = exchange
                 break

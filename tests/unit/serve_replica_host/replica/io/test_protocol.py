@@ -839,7 +839,9 @@ async def test_a_router_that_counts_anew_is_believed() -> None:
     assert on_bus.is_full(1.4)
 
 
-async def test_a_probe_on_the_bus_moves_a_response_there_only_when_it_has_lost_something(desk: Desk) -> None:
+async def test_a_probe_on_the_bus_moves_a_response_there_unless_that_has_just_left_the_bus(
+    desk: Desk,
+) -> None:
     frames: list[bytes] = []
 
     class Link:
@@ -852,15 +854,24 @@ async def test_a_probe_on_the_bus_moves_a_response_there_only_when_it_has_lost_s
             frames.append(frame)
             return True
 
-    reply, link = _reply(1, 1), cast(DirectLink, Link())
+    reply = _reply(1, 1)
+    desk.answer(desk.begin(reply=reply), bytes(3 * WINDOW_FRAMES * FRAME_BODY_BYTES_MAX))
+    link = cast(DirectLink, Link())
     desk.side.use_links(lambda _reply, _machine: LinkHead(), lambda _inbox: link)
-    desk.answer(desk.begin(reply=reply), bytes(3 * FRAME_BODY_BYTES_MAX))
-    assert (desk.sent, len(frames)) == ([], 3)
+    desk.hear(CreditHead(0, 0, 2 * WINDOW_FRAMES - 1), reply=reply)
+    assert (len(desk.sent), frames) == (WINDOW_FRAMES, []), "some of it may be on its way"
+    desk.hear(CreditHead(0, 0, 2 * WINDOW_FRAMES), reply=reply)
+    assert (len(desk.sent), len(frames)) == (WINDOW_FRAMES, WINDOW_FRAMES)
+    desk.sent.clear()
 
-    def probe(**fields: Any) -> None:
-        desk.side.handle_bus_frame(b"", reply, encode_frame(ProbeHead(1.0, 1, WINDOW_FRAMES, **fields)), None)
+    def probe(**fields: Any) -> list[type]:
+        head = ProbeHead(1.0, WINDOW_FRAMES, 2 * WINDOW_FRAMES, **fields)
+        desk.sent.clear()
+        desk.side.handle_bus_frame(b"", reply, encode_frame(head), None)
+        return [type(head) for head in desk.heads]
 
-    probe()
-    assert (desk.sent, len(frames)) == ([], 4), "one from before it knew of the link"
-    probe(has_lost=True)
-    assert [type(head) for head in desk.heads] == [AliveHead, BodyHead, BodyHead]
+    assert probe() == [], "from before its router knew of the link"
+    assert probe(has_lost=True) == [AliveHead] + [BodyHead] * WINDOW_FRAMES
+    desk.side.handle_link_frame(link, reply, encode_frame(CreditHead(0, 0, 2 * WINDOW_FRAMES)))
+    desk.now += 10.0
+    assert probe() == [AliveHead], "the router has left the link"
