@@ -370,9 +370,8 @@ class ResponseReader:
         self, call: Call, sequence: int, piece: memoryview, *, last: bool, is_direct: bool
     ) -> None:
         response, attempt = call.response_reader, call.attempt
-        if (
-            is_direct and attempt is not None and attempt.response_link is None
-        ):  # begun before there was a link
+        if is_direct and attempt is not None and attempt.response_link is None:
+            # It began on the bus.
             attempt.response_link = self._outgoing.links.get(attempt.replica)
         if not isinstance(response, ResponseBody):
             self._find_gap(call, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final, final
-from weakref import WeakSet
 
 import structlog
 
@@ -43,8 +42,8 @@ class FrameSender:
         """The direct links that responses take, by reply subject; all others take the bus."""
         self.link_to: Callable[[bytes], DirectLink | None] = lambda _inbox: None
         """The open link to the router with an inbox."""
-        self._left = WeakSet[DirectLink]()
-        """Links that their routers have left."""
+        self._left: set[DirectLink | None] = set()
+        """Open links that their routers have left."""
         self._on_bus: dict[bytes, OnBusBytes] = {}
         """By inbox."""
         self.now: Final = now
@@ -127,5 +126,6 @@ class FrameSender:
 
     def drop_link(self, link: DirectLink) -> None:
         """A link has ended: its responses take the bus."""
+        self._left.discard(link)
         for reply in [reply for reply, used in self.links.items() if used is link]:
             del self.links[reply]
