@@ -274,16 +274,19 @@ class DirectLink(asyncio.BufferedProtocol):
                 self._queue((frames[-1][0], rest, len(rest[0])))  # the first that the loop writes
         return True
 
-    def send(self, token: bytes, head: Head, body: Bytes = b"") -> bool:
-        """Send a frame without copying a large body. As `send_frame`. Raises `FrameUnreadable` as `encode_frame`."""
+    def send(self, token: bytes, head: Head, body: Bytes = b"", *, is_alone: bool = False) -> bool:
+        """Send a frame without copying a large body. As `send_frame`. Raises `FrameUnreadable` as `encode_frame`.
+
+        ``is_alone``: no other frame is likely to be sent in this iteration of the loop, so it does not wait for more.
+        """
         encoded = encode_head(head)
         size = len(encoded) + len(body)
         if size > FRAME_BYTES_MAX:
             raise FrameUnreadable(f"a frame of {size} bytes exceeds {FRAME_BYTES_MAX}")
         start = b"".join((size.to_bytes(4, "big"), token, encoded))
         if size <= _SMALL_BYTES_MAX:
-            return self._add((token, (b"".join((start, body)),), size + _PREFIX_BYTES))
-        return self._add((token, (start, body), size + _PREFIX_BYTES))
+            return self._add((token, (b"".join((start, body)),), size + _PREFIX_BYTES), is_alone=is_alone)
+        return self._add((token, (start, body), size + _PREFIX_BYTES), is_alone=is_alone)
 
     def close(self) -> None:
         """End the link at once; what was not written is lost. May be called twice; on the loop's thread only."""
@@ -309,12 +312,12 @@ class DirectLink(asyncio.BufferedProtocol):
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 self._loop.call_soon_threadsafe(self.close)
 
-    def _add(self, item: _Item) -> bool:
+    def _add(self, item: _Item, *, is_alone: bool = False) -> bool:
         if self._is_ended:
             return False
         with self._writing:
             self.sent_frames += 1
-            if threading.get_ident() != self._thread and self._can_write_now():
+            if (is_alone or threading.get_ident() != self._thread) and self._can_write_now():
                 token, pieces, _ = item
                 rest = self._write_now(pieces)
                 if not rest:

@@ -308,7 +308,7 @@ class Dispatcher:
     def _send(self, call: Call, router: Router, replica: ReplicaTag) -> Sequence[Dispatch]:
         """Start an attempt. A call that cannot be sent releases its slot; returns the dispatches that this allows."""
         try:
-            self._outgoing.start(call, replica)
+            self._outgoing.start(call, replica, is_alone=len(self.calls) == 1)
         except NotConnected:
             if call.spec.trace is not None:
                 call.spec.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")

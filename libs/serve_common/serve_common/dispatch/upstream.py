@@ -105,8 +105,8 @@ class Outgoing:
         """False while silence of a replica proves nothing."""
         return self._bus.is_responding
 
-    def start(self, call: Call, replica: ReplicaTag) -> None:
-        """Send the request to ``replica``: a new attempt.
+    def start(self, call: Call, replica: ReplicaTag, *, is_alone: bool = False) -> None:
+        """Send the request to ``replica``: a new attempt. ``is_alone`` as of `DirectLink.send`.
 
         Raises DeadlineExceeded, InboxFull, FrameUnreadable when the head is too large, and as `DataPlaneBus.publish`;
         the caller then drops the attempt.
@@ -143,15 +143,21 @@ class Outgoing:
         )
         is_large = outgoing is not None or len(first) >= LARGE_BYTES_MIN or spec.kind is RequestKind.WEBSOCKET
         attempt.link = self.links.for_request(replica, attempt.subject, is_large=is_large)
-        self._publish(attempt, attempt.link, head, first)
+        self._publish(attempt, attempt.link, head, first, is_alone=is_alone)
         if outgoing is not None:
             self.send_pieces(attempt)
 
     def _publish(
-        self, attempt: Attempt, link: DirectLink | None, head: Head, body: bytes | memoryview = b""
+        self,
+        attempt: Attempt,
+        link: DirectLink | None,
+        head: Head,
+        body: bytes | memoryview = b"",
+        *,
+        is_alone: bool = False,
     ) -> None:
         """Send a frame over ``link``, or over the bus; raises as `DataPlaneBus.publish`."""
-        if link is None or not link.send(link_token(attempt.reply), head, body):
+        if link is None or not link.send(link_token(attempt.reply), head, body, is_alone=is_alone):
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
     def _link_lost(self, link: DirectLink) -> None:

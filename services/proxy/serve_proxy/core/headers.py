@@ -181,6 +181,8 @@ class RequestHeaders(msgspec.Struct, gc=False):
     upgrade: bytes = b""
     has_coding: bool = False
     """True when there is a ``Transfer-Encoding``, with any value."""
+    sender: tuple[str, str] | None = None
+    """What `forward` returned for them; None before."""
 
 
 def read_request_headers(raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int = 0) -> RequestHeaders:
@@ -422,7 +424,7 @@ def _get_host(peer: str) -> bytes:
 def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
     """Add ``X-Forwarded-…`` to the forwarded headers; return `RequestSpec.client` and `RequestSpec.scheme`.
 
-    ``peer`` is the connection's other end as ``host:port``, ``scheme`` is http or https. Call it once per request.
+    ``peer`` is the connection's other end as ``host:port``, ``scheme`` is http or https. Call it once.
 
     Why received values are not believed as they are: any client can write ``X-Forwarded-For``. Only the operator knows
     how many load balancers are in front of the proxy, and configures it (`ProxySettings.forwarded_hops`); the entries

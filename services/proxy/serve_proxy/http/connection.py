@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
@@ -24,31 +24,16 @@ from aiohttp.web_protocol import _ErrInfo
 
 from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.calls import Call, Response
-from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import ServeError
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
-from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_problem
-from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path
+from serve_proxy.core.problems import HeadTooSlow, Problem
+from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path, try_known_head
+from serve_proxy.http.known_heads import KnownHead
 from serve_proxy.http.raw_bodies import CountingConnection
 from serve_proxy.http.requests import HttpRequests
-from serve_proxy.http.responses import SERVER_NAME, problem_response
+from serve_proxy.http.responses import SERVER_NAME, build_parse_problem, problem_response
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import AccessLog
-
-_REASON_LENGTH_MAX = 200
-
-
-def build_parse_problem(error: BaseException | None, message: str | None) -> Problem | None:
-    """The problem of an unreadable request; None for other errors. ``message`` is more specific than the error's."""
-    if isinstance(error, HeadTooSlow):
-        return build_problem(error)
-    if isinstance(error, LineTooLong):
-        return build_problem(HeadersTooLarge("a line of the request's head is too long"))
-    if isinstance(error, HttpProcessingError):
-        reason = (message or str(error)).partition("\n")[0][:_REASON_LENGTH_MAX]
-        return build_problem(BadRequest("request", reason))
-    return None
-
 
 _log = structlog.get_logger(__name__)
 
@@ -113,6 +98,7 @@ class HttpConnection(CountingConnection):
         "_fast_path",
         "_head_timer",
         "_http",
+        "_known_head",
         "_linger_timer",
         "_peer",
         "_stream_task",
@@ -130,6 +116,8 @@ class HttpConnection(CountingConnection):
         """Runs while the head of a request has arrived in part."""
         self._unparsed = b""
         """Bytes received after the maximum of queued requests."""
+        self._known_head: KnownHead | None = None
+        """The head of the last request; None when the next one must be parsed."""
         self._drop_bytes_left: int | None = None
         """After `drop_rest`, how many more bytes may be read; otherwise None."""
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -145,6 +133,14 @@ class HttpConnection(CountingConnection):
     # -- the fast path --
 
     def data_received(self, data: bytes) -> None:
+        """Start a request with a known head, or else parse."""
+        if self._known_head is not None:
+            if not data or self._start_known(self._known_head, data):
+                return
+            self._known_head = None
+        self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         """Parse, and start requests that may take the fast path."""
         if self._payload_parser is not None or self._upgraded or self._force_close or self._close:
             if self._drop_bytes_left is None:
@@ -159,6 +155,7 @@ class HttpConnection(CountingConnection):
                 self._start_head_timer()
             return
         if self._head_timer is not None:
+            was_between_requests = False
             self._head_timer.cancel()
             self._head_timer = None
         message, payload = messages[-1]
@@ -175,7 +172,7 @@ class HttpConnection(CountingConnection):
             and not waiter.done()
             and not self._unparsed
             and (
-                self._start_fast_path(message, payload)
+                self._start_fast_path(message, payload, data if was_between_requests else b"")
                 if payload.is_eof()
                 else refuse_full(self, self._http.requests, self._http.ingress, message, payload)
             )
@@ -297,18 +294,33 @@ class HttpConnection(CountingConnection):
                 self._stream_task.cancel()
         super().connection_lost(exc)
 
-    def _start_fast_path(self, message: RawRequestMessage, payload: StreamReader) -> bool:
-        requests = self._http.requests
-        exchange = try_fast_path(self, requests, self._http.ingress, message, payload)
+    def _start_fast_path(self, message: RawRequestMessage, payload: StreamReader, data: bytes) -> bool:
+        """``data`` is what has just been received, unless it began with a part of another request."""
+        exchange = try_fast_path(self, self._http.requests, self._http.ingress, message, payload)
         if exchange is None:
             return False
-        self._request_count += 1
+        if self._request_count and data:  # a connection of one request would remember it for nothing
+            self._known_head = KnownHead.remember(data, message, exchange.headers)
         if self._parser is not None:
             self._parser.message_consumed()
+        self._start(exchange)
+        return True
+
+    def _start_known(self, known: KnownHead, data: bytes) -> bool:
+        """Start the request in ``data`` without parsing it; False when it must be parsed."""
+        if self._fast_path is not None or self._paused or self._close or self._force_close:
+            return False
+        exchange = try_known_head(self, self._http.requests, self._http.ingress, known, data)
+        if exchange is None:
+            return False
+        self._start(exchange)
+        return True
+
+    def _start(self, exchange: FastPathRequest) -> None:
+        self._request_count += 1
         self._fast_path = exchange
         self._http.in_flight += 1
-        exchange.start(requests)
-        return True
+        exchange.start(self._http.requests)
 
     def _after_fast_path(self, *, closes: bool) -> None:
         if closes:
@@ -331,7 +343,8 @@ class HttpConnection(CountingConnection):
             task = asyncio.current_task()
             assert task is not None
             writer = StreamWriter(self, self._loop)
-            request = web.BaseRequest(exchange.message, exchange.payload, self, writer, task, self._loop)
+            # What a known head has of another request, its target and length, is not read here.
+            request = web.BaseRequest(exchange.message, EMPTY_PAYLOAD, self, writer, task, self._loop)
             response = await self._http.respond(request, call, upstream, exchange.request_id)
             status = response.status
             if not response.prepared:  # it has no body, and its caller must write it

@@ -124,9 +124,9 @@ def build_request_spec(
 ) -> RequestSpec:
     """Build the request to ``endpoint``.
 
-    ``now`` and ``deadline``, the latest that the options allow, are loop time. ``headers`` are modified: call it
-    once. ``scheme`` is http or https, ``root_path`` that of the HTTP options. Raises `BadField` naming an invalid
-    header, `DeadlineExceeded` when the client's own deadline has passed.
+    ``now`` and ``deadline``, the latest that the options allow, are loop time. ``headers`` are modified, for the
+    requests of one connection. ``scheme`` is http or https, ``root_path`` that of the HTTP options. Raises `BadField`
+    naming an invalid header, `DeadlineExceeded` when the client's own deadline has passed.
 
     Both the fast path and the regular path use it, so that headers and deadlines mean the same on either.
     """
@@ -142,7 +142,9 @@ def build_request_spec(
     else:
         shard_key = get_header_value(headers, options.shard_key_header)
     backend = get_header_value(headers, options.backend_header) if options.backend_header else b""
-    client, scheme = forward(headers, peer, scheme)
+    if headers.sender is None:
+        headers.sender = forward(headers, peer, scheme)
+    client, scheme = headers.sender
     if kind is _WEBSOCKET:
         scheme = "wss" if scheme == "https" else "ws"
     model_id = headers.model_id

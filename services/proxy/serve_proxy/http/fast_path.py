@@ -8,6 +8,7 @@ Every other request takes the regular path, `HttpRequests`, on the same connecti
 from __future__ import annotations
 
 import time
+from copy import copy
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Final, Protocol, final
@@ -16,7 +17,7 @@ import structlog
 from aiohttp import HttpVersion11, hdrs
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from serve_common.config.backend import ErrorFormat
 from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, RequestStats
@@ -34,6 +35,7 @@ from serve_proxy.core.headers import (
 from serve_proxy.core.problems import BodiesFull, Problem, build_problem
 from serve_proxy.http.bodies import COPIED_BYTES_MAX, body_need
 from serve_proxy.http.endpoint import build_request_spec
+from serve_proxy.http.known_heads import KnownBody, KnownHead
 from serve_proxy.http.requests import OWN_PREFIX, HttpRequests
 from serve_proxy.http.responses import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.shell.ingress import Ingress
@@ -75,14 +77,15 @@ class FastPathRequest:
 
     __slots__ = (
         "_connection",
-        "_headers",
         "_ingress",
         "_is_done",
         "_is_refused",
         "_need_bytes",
         "_started_at",
         "_stats",
+        "_target",
         "call",
+        "headers",
         "message",
         "payload",
         "request_id",
@@ -93,12 +96,15 @@ class FastPathRequest:
         connection: Connection,
         ingress: Ingress,
         message: RawRequestMessage,
-        payload: StreamReader,
+        payload: StreamReader | KnownBody,
+        *,
+        target: str,
         headers: RequestHeaders,
     ) -> None:
-        """``headers`` are those parsed from ``message``."""
+        """``headers`` are those of ``message``; ``target`` may be another than its own, if its head is a known one."""
         self.message: Final = message
         self.payload: Final = payload
+        self.headers: Final = headers
         self.request_id = ""
         self.call: Call | None = None
         """The call in flight; None before and after."""
@@ -108,17 +114,17 @@ class FastPathRequest:
         self._need_bytes = 0
         """Bytes reserved for the body."""
         self._connection = connection
-        self._headers = headers
+        self._target = target
         self._ingress = ingress
         self._started_at = time.perf_counter()  # the loop's own time stands still within an iteration
         self._stats = ingress.routes.unmatched
 
     def start(self, requests: HttpRequests) -> None:
         """Dispatch the request; the response may be written before this returns."""
-        path, _, query = self.message.path.partition("?")
+        path, _, query = self._target.partition("?")
         body = self.payload.read_nowait()
         message = self.message
-        read = self._headers
+        read = self.headers
         self._attach_observer(requests, path)
         endpoint: Endpoint | None = None
         try:
@@ -157,13 +163,13 @@ class FastPathRequest:
 
     def refuse(self, requests: HttpRequests, stats: RequestStats, error: ServeError) -> None:
         """Respond with ``error`` before the body has arrived; it is counted in ``stats``."""
-        self._attach_observer(requests, self.message.path.partition("?")[0])
+        self._attach_observer(requests, self._target.partition("?")[0])
         self._stats = stats
         self._is_refused = True
         self.fail(error)
 
     def _attach_observer(self, requests: HttpRequests, path: str) -> None:
-        read, message = self._headers, self.message
+        read, message = self.headers, self.message
         self.request_id = read.request_id or requests.new_request_id()
         if requests.observer is not None:
             peer = self._connection.peer
@@ -186,8 +192,8 @@ class FastPathRequest:
             self._ingress.memory.leave(self._need_bytes)
             self._need_bytes = 0
         self._stats.add(self.message.method, status, time.perf_counter() - self._started_at)
-        if self._headers.observer is not None:
-            self._headers.observer.ended(status, None, len(sent))
+        if self.headers.observer is not None:
+            self.headers.observer.ended(status, None, len(sent))
 
     def _on_response(self, call: Call, upstream: Response) -> None:
         if upstream.stream is not None or len(upstream.body) > WATCHED_BYTES_MIN:
@@ -222,13 +228,12 @@ class FastPathRequest:
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
         head = _status_line(problem.status) + lines + b"content-length: "
-        if self._headers.observer is not None:
-            self._headers.observer.ended(problem.status, problem, len(body))
+        if self.headers.observer is not None:
+            self.headers.observer.ended(problem.status, problem, len(body))
         self._finish(problem.status, head, b"%d" % len(body), body)
 
     def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
         """``head`` ends where the length belongs, or, for a response without one, with its last header."""
-        self.count(status, body)
         closes = self._is_refused or self._ingress.is_draining
         data = b"".join(
             (
@@ -245,6 +250,7 @@ class FastPathRequest:
             self._connection.refuse_fast_path(data)
         else:
             self._connection.finish_fast_path(data, closes=closes)
+        self.count(status, body)  # the client need not wait for it
 
 
 def refuse_full(
@@ -306,7 +312,27 @@ def try_fast_path(
     headers = read_request_headers(message.raw_headers, requests.forwarded_hops)
     if not is_host(headers.host) or headers.has_coding != message.chunked:
         return None
-    return FastPathRequest(connection, ingress, message, payload, headers)
+    return FastPathRequest(connection, ingress, message, payload, target=target, headers=headers)
+
+
+def try_known_head(
+    connection: Connection, requests: HttpRequests, ingress: Ingress, known: KnownHead, data: bytes
+) -> FastPathRequest | None:
+    """The exchange when ``data`` is a whole request with a known head; None when it must be parsed."""
+    found = known.read(data)
+    if (
+        found is None
+        or requests.has_middlewares
+        or len(found.body) > requests.options.body_bytes_max
+        or not ingress.is_open
+        or ingress.is_draining
+        or found.target.startswith(OWN_PREFIX)
+    ):
+        return None
+    # An observer leaves itself and a traceparent there.
+    headers = known.headers if requests.observer is None else copy(known.headers)
+    payload = KnownBody(found.body) if found.body else EMPTY_PAYLOAD
+    return FastPathRequest(connection, ingress, known.message, payload, target=found.target, headers=headers)
 
 
 @lru_cache(maxsize=256)

@@ -12,14 +12,15 @@ from typing import Final, NoReturn
 import structlog
 from aiohttp import web
 from aiohttp.hdrs import CONTENT_TYPE
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
 from serve_common.dispatch.calls import Call, Response, ResponseBody
-from serve_common.dispatch.errors import ResponseUnusable, get_error_type
+from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable, get_error_type
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import REQUEST_ID, as_bytes, decode_headers_exact, read_response_head
-from serve_proxy.core.problems import Problem, encode_problem
+from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_problem, encode_problem
 from serve_proxy.http.bodies import MinRateGuard
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import LoggedRequest
@@ -32,6 +33,8 @@ READS_TOO_SLOWLY: Final = "client_reads_too_slowly"
 
 WATCHED_BYTES_MIN: Final = 64 * 1024
 """A complete response up to this size is left to the system; for a larger one a minimum rate is enforced."""
+
+_REASON_LENGTH_MAX: Final = 200
 
 
 class _ExactResponse(web.StreamResponse):
@@ -185,6 +188,18 @@ def whole_bytes(request: web.BaseRequest, response: web.StreamResponse | None) -
     if not isinstance(response, web.Response) or request.method == "HEAD":
         return 0
     return len(response.body) if isinstance(response.body, bytes | bytearray) else 0
+
+
+def build_parse_problem(error: BaseException | None, message: str | None) -> Problem | None:
+    """The problem of an unreadable request; None for other errors. ``message`` is more specific than the error's."""
+    if isinstance(error, HeadTooSlow):
+        return build_problem(error)
+    if isinstance(error, LineTooLong):
+        return build_problem(HeadersTooLarge("a line of the request's head is too long"))
+    if isinstance(error, HttpProcessingError):
+        reason = (message or str(error)).partition("\n")[0][:_REASON_LENGTH_MAX]
+        return build_problem(BadRequest("request", reason))
+    return None
 
 
 def problem_response(problem: Problem, request_id: str) -> web.Response:

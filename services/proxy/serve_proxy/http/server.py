@@ -115,7 +115,7 @@ class HttpServer:
 
         Why: a client that gets one at a time goes to sleep after each, and waking it costs more than the write.
         """
-        if self.gathered is None:
+        if self.gathered is None and self.in_flight > 1:
             self.gathered = []
 
     def write_gathered(self) -> None:

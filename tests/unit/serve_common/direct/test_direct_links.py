@@ -83,7 +83,7 @@ async def test_frames_of_every_size_arrive_whole_and_in_order_both_ways(world: W
         token = b"%08d" % (number % 5)
         expected.append((token, encode_frame(head, body)))
         if number % 2:
-            assert link.send(token, head, body)
+            assert link.send(token, head, body, is_alone=number % 3 == 0)
             assert world.other_end.send_frame(token, encode_frame(head, body))
         else:
             assert link.send_frame(token, encode_frame(head, body))
@@ -129,6 +129,19 @@ async def test_a_frame_that_is_too_large_ends_the_link(world: World) -> None:
     await eventually(lambda: world.listener.open_links == 1)
     assert len(world.ended) == 1
     writer.close()
+
+
+@with_links
+async def test_a_frame_that_is_alone_does_not_wait_for_the_end_of_the_iteration(world: World) -> None:
+    link = await world.dial()
+    for number in range(3):
+        assert link.send(b"noop-000", *frame_of(100, number), is_alone=True)
+        assert link.is_tcp or not link.pending_bytes
+    assert link.send(b"noop-000", *frame_of(100, 3))
+    assert link.send(b"noop-000", *frame_of(100, 4), is_alone=True)  # but not before what waits
+    assert link.pending_bytes
+    await eventually(lambda: len(world.taken) == 5)
+    assert [decode_frame(frame)[0].sequence for _, _, frame in world.taken] == list(range(5))  # type: ignore[union-attr]
 
 
 @with_links

@@ -159,6 +159,7 @@ class ReplicaIO:
             lambda: self._protocol.in_flight,
             time.monotonic,
             get_link=self._protocol.get_link,
+            lock=self._lock,
         )
         self.user_executor: Final = UserExecutor(code, self._put_for_io, self._direct, traces)
         connection.reader = self._reader

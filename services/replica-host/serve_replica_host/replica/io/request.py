@@ -69,9 +69,9 @@ class ReplicaRequest:
     trace: ReplicaRequestTrace | None = None
     """Its trace, if any: created by the user side before the code is called, ended by the bus side."""
     is_direct: bool = False
+    """It came over a direct link, so that its response takes that too."""
     moved_at: float = float("-inf")
     """When the response moved from the bus to a link in its midst."""
-    """It came over a direct link, so that its response takes that too."""
     is_body_streamed: bool = False
     """The user side processes it although its body is incomplete."""
     # Both sides':

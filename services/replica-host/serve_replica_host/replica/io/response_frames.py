@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Protocol, final
 
 import structlog
@@ -352,11 +353,13 @@ class DirectResponses:
         now: Callable[[], float],
         *,
         get_link: Callable[[bytes], DirectLink | None] = lambda _reply: None,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         """``io_queue`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is
         the number of requests with a slot. ``now`` is `time.monotonic`. ``get_link`` finds the link that the request of
-        a reply subject came by.
+        a reply subject came by. No request is taken from a router while the ``lock`` is held.
         """
+        self._lock = nullcontext() if lock is None else lock
         self._writer = writer
         self._io_queue = io_queue
         self._take_left = take_left
@@ -392,6 +395,9 @@ class DirectResponses:
             self._io_queue(outcome)
             return
         exchange.last_frame = frame
+        if link is not None and self._in_flight() == 1:  # no other response is about to join it
+            self._send_alone(link, Left(exchange, outcome.status, now), frame)
+            return
         if not self._is_corked and not self._batch and not self._link_batches:
             asyncio.get_running_loop().call_soon(self.flush)
         if link is None:
@@ -402,6 +408,17 @@ class DirectResponses:
         self._take_left(Left(exchange, outcome.status, now))
         if link is not None and len(self._link_batches[link]) >= EARLY_FRAMES:
             self._flush_links()
+
+    def _send_alone(self, link: DirectLink, left: Left, frame: bytes) -> None:
+        """Send a response at once, and release its slot meanwhile.
+
+        The lock is held because a caller with the response may send the next request, which must find the slot free.
+        """
+        token = link_token(left.exchange.reply)
+        with self._lock:
+            if not link.send_now(((token, frame),)):
+                link.send_frame(token, frame)
+            self._take_left(left)
 
     def hold(self) -> None:
         """Buffer responses until `flush` is called, which is soon."""

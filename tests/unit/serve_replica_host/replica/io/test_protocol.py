@@ -40,6 +40,7 @@ from serve_replica_host.replica.io.request import (
     Ended,
     Failed,
     IoEvent,
+    Left,
     Opened,
     Piece,
     ReplicaRequest,
@@ -717,6 +718,75 @@ async def test_a_slot_is_free_for_the_request_that_follows_the_answer(direct: Di
     assert len(direct.wire.messages) == 5
     assert direct.sent == []
     assert direct.metrics.refused == []
+
+
+class OneLink:
+    """A direct link that takes small frames as long as the test says so."""
+
+    def __init__(self) -> None:
+        self.takes = True
+        self.sent: list[tuple[bytes, bytes]] = []
+        self.sent_later: list[tuple[bytes, bytes]] = []
+
+    def send_now(self, frames: Sequence[tuple[bytes, bytes]]) -> bool:
+        if self.takes:
+            self.sent += frames
+        return self.takes
+
+    def send_frame(self, token: bytes, frame: bytes) -> bool:
+        self.sent_later.append((token, frame))
+        return True
+
+
+class Lock:
+    """Says whether it is held."""
+
+    is_held = False
+
+    def __enter__(self) -> None:
+        self.is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_held = False
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_a_response_alone_on_a_link_leaves_before_its_slot_is_free_but_none_can_take_it_meanwhile(
+    *, takes: bool
+) -> None:
+    desk, link, lock = Desk(max_concurrent_queries=4), OneLink(), Lock()
+    link.takes = takes
+    freed: list[tuple[int, bool]] = []
+
+    def take_left(left: Left) -> None:
+        freed.append((len(link.sent) + len(link.sent_later), lock.is_held))
+        desk.side.handle_outcome(left)
+
+    direct = DirectResponses(
+        Wire(),
+        desk.side.handle_outcome,
+        take_left,
+        lambda: desk.side.in_flight,
+        lambda: desk.now,
+        get_link=lambda _reply: link,  # type: ignore[arg-type, return-value]
+        lock=lock,
+    )
+    alone, first, second = (desk.begin(reply=b"_INBOX.r.%016x" % number) for number in (1, 2, 3))
+    for exchange in (first, second):
+        exchange.is_direct = True
+    direct.send(WholeResponseEvent(first, 200, [], b"one"))
+    direct.send(WholeResponseEvent(second, 200, [], b"two"))
+    assert freed == [(0, False), (0, False)], "they leave together, later"
+    direct.flush()
+    assert len(link.sent) + len(link.sent_later) == 2
+    freed.clear()
+    alone.is_direct = True
+    direct.send(WholeResponseEvent(alone, 200, [], b"three"))
+    assert freed == [(3, True)]
+    assert desk.side.in_flight == 0
+    token, frame = (link.sent or link.sent_later)[-1]
+    assert token == (1).to_bytes(8, "big")
+    assert bytes(decode_frame(frame)[1]) == b"three"
 
 
 async def test_a_request_that_waits_for_a_slot_gets_it_at_once(direct: DirectDesk) -> None:
