@@ -104,6 +104,8 @@ class DirectLink(asyncio.BufferedProtocol):
         """
         self.last_used_at = loop.time()
         """When a frame was last sent or received, by the loop's clock."""
+        self.inbox = b""
+        """At a replica: the inbox of the router at the other end, with its last dot; empty when the link has ended."""
         self.sent_frames = 0
         self.received_frames = 0
         self._loop = loop

@@ -102,7 +102,7 @@ class LinkListener:
         self._unknown: set[_Arrival] = set()
         self._links: dict[bytes, DirectLink] = {}
         """Open links by inbox."""
-        self._inboxes: dict[DirectLink, bytes] = {}
+        self._open: set[DirectLink] = set()
         self._server: asyncio.Server | None = None
         self._refusals = RateLimitedLogger(_log.warning)
 
@@ -153,7 +153,7 @@ class LinkListener:
             self._path.unlink(missing_ok=True)
         for arrival in list(self._unknown):
             arrival.refuse("the replica ends")
-        for link in list(self._inboxes):
+        for link in list(self._open):
             link.close()
 
     def offer(self, reply: bytes, machine: str) -> LinkHead:
@@ -186,10 +186,6 @@ class LinkListener:
     def link_to(self, inbox: bytes) -> DirectLink | None:
         """The open link to the router with this inbox, on any thread."""
         return self._links.get(inbox)
-
-    def inbox(self, link: DirectLink) -> bytes:
-        """The inbox of a link's router, on any thread; empty when the link has ended."""
-        return self._inboxes.get(link, b"")
 
     @property
     def open_links(self) -> int:
@@ -257,18 +253,20 @@ class LinkListener:
         if former is not None:
             former.close()
         if len(self._links) >= LINKS_MAX:
-            min(self._inboxes, key=lambda link: link.last_used_at).close()
+            min(self._open, key=lambda link: link.last_used_at).close()
         link = DirectLink(
             self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end, lends_frames=True
         )
         self._links[inbox] = link
-        self._inboxes[link] = inbox
+        link.inbox = inbox
+        self._open.add(link)
         return link
 
     def _ended(self, link: DirectLink) -> None:
-        inbox = self._inboxes.pop(link, b"")
-        if self._links.get(inbox) is link:
-            del self._links[inbox]
+        self._open.discard(link)
+        if self._links.get(link.inbox) is link:
+            del self._links[link.inbox]
+        link.inbox = b""
         self._on_end(link)
 
     # -- time --
@@ -278,7 +276,7 @@ class LinkListener:
             await asyncio.sleep(_SWEEP_S)
             self._drop_old_tickets()
             now = self._loop.time()
-            for link in list(self._inboxes):
+            for link in list(self._open):
                 if now - link.last_used_at > IDLE_S:
                     link.close()
 

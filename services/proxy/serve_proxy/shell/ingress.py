@@ -68,6 +68,11 @@ class Ingress:
         self._http = http
         self._on_applied = on_applied
         self._bus_wait_s = bus_wait_s
+        self.is_open = False
+        """True once requests can be routed by the bucket's snapshots.
+
+        That includes the middlewares of the first options: one of them may authorize requests.
+        """
         self._opened = asyncio.Event()
 
     def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
@@ -75,9 +80,7 @@ class Ingress:
         try:
             change = self._dispatcher.update(snapshots, whole=whole)
             if change is not None:
-                if (
-                    not self._opened.is_set()
-                ):  # who starts after a shutdown listens, as Ray Serve's start does
+                if not self.is_open:  # who starts after a shutdown listens, as Ray Serve's start does
                     change = msgspec.structs.replace(change, is_shut_down=False)
                 self._http.take(change)
                 if not change.snapshot_id:
@@ -89,14 +92,6 @@ class Ingress:
         """The HTTP options of ``snapshot_id`` are in force, or were refused."""
         self.routes.confirm(HTTP_KEY, snapshot_id)
         self._notify_applied()
-
-    @property
-    def is_open(self) -> bool:
-        """True once requests can be routed by the bucket's snapshots.
-
-        That includes the middlewares of the first options: one of them may authorize requests.
-        """
-        return self._opened.is_set()
 
     def routing_error(self) -> str | None:
         """Why no request can be routed now; None when it can."""
@@ -149,6 +144,7 @@ class Ingress:
 
     def _notify_applied(self) -> None:
         if self.routes.is_filled and self._http.pending_reason is None:
+            self.is_open = True
             self._opened.set()
         self._on_applied()
 

@@ -93,7 +93,7 @@ async def test_frames_of_every_size_arrive_whole_and_in_order_both_ways(world: W
         wanted = [frame for token, frame in expected if token == name]
         assert [frame for _, token, frame in world.taken if token == name] == wanted
         assert [frame for token, frame in world.inbox.delivered if token == name.hex().encode()] == wanted
-    assert world.listener.inbox(world.taken[0][0]) == INBOX
+    assert world.taken[0][0].inbox == INBOX
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 1_000, 70_000, 300_000])

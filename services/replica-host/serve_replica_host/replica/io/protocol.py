@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Final, final
 
 import structlog
@@ -120,8 +120,13 @@ class ReplicaProtocol:
 
     @property
     def in_flight(self) -> int:
-        """Requests that hold a slot."""
+        """Number of requests that hold a slot."""
         return len(self._exchanges)
+
+    @property
+    def active(self) -> Sized:
+        """The requests that hold a slot."""
+        return self._exchanges
 
     def occupancy(self) -> Occupancy:
         """The current load, without the state of the connection."""

@@ -96,6 +96,8 @@ class FrameBatch:
 
     def flush(self) -> None:
         """Send the published frames."""
+        if not self._pieces:  # what another thread adds, that one sends
+            return
         with self._lock:
             pieces = self._pieces
             if not pieces:
@@ -156,7 +158,7 @@ class ReplicaIO:
             connection,
             self._put_for_io,
             self._on_response_sent,
-            lambda: self._protocol.in_flight,
+            self._protocol.active,
             time.monotonic,
             get_link=self._protocol.get_link,
             lock=self._lock,
@@ -240,18 +242,13 @@ class ReplicaIO:
     # -- what comes in --------------------------------------------------------------------------------------------
 
     def _take_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if self._reader.is_on_user_loop:  # then the lock is held
-            self._protocol.handle_bus_frame(subject, reply, payload, headers)
-            return
         with self._lock:
-            self._user_queue.gather()  # `after_messages` ends that
+            if not self._reader.is_on_user_loop:
+                self._user_queue.gather()  # `after_messages` ends that
             self._protocol.handle_bus_frame(subject, reply, payload, headers)
 
     def _take_link_frame(self, link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
-        listener = self._listener
-        if listener is None:
-            return
-        inbox = listener.inbox(link)
+        inbox = link.inbox
         if not inbox:
             return  # it has ended meanwhile
         reply = inbox + token.hex().encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Protocol, final
 
@@ -349,14 +349,14 @@ class DirectResponses:
         writer: Writer,
         io_queue: Callable[[IoEvent], object],
         take_left: Callable[[Left], None],
-        in_flight: Callable[[], int],
+        in_flight: Sized,
         now: Callable[[], float],
         *,
         get_link: Callable[[bytes], DirectLink | None] = lambda _reply: None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
         """``io_queue`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is
-        the number of requests with a slot. ``now`` is `time.monotonic`. ``get_link`` finds the link that the request of
+        the requests with a slot. ``now`` is `time.monotonic`. ``get_link`` finds the link that the request of
         a reply subject came by. No request is taken from a router while the ``lock`` is held.
         """
         self._lock = nullcontext() if lock is None else lock
@@ -384,7 +384,7 @@ class DirectResponses:
         ):
             self._io_queue(outcome)
             return
-        head = ResponseHead(outcome.status, outcome.headers, last=True, in_flight=self._in_flight() - 1)
+        head = ResponseHead(outcome.status, outcome.headers, last=True, in_flight=len(self._in_flight) - 1)
         try:
             frame = encode_frame(head, body)
             message = encode_pub(exchange.reply, b"", frame) if link is None else frame
@@ -395,7 +395,9 @@ class DirectResponses:
             self._io_queue(outcome)
             return
         exchange.last_frame = frame
-        if link is not None and self._in_flight() == 1:  # no other response is about to join it
+        if (
+            link is not None and len(self._in_flight) == 1 and not self._link_batches
+        ):  # no other is to join it
             self._send_alone(link, Left(exchange, outcome.status, now), frame)
             return
         if not self._is_corked and not self._batch and not self._link_batches:

@@ -676,7 +676,7 @@ class DirectDesk(Desk):
         self.wire = Wire()
         io_queue: Mailbox[Any] = Mailbox(asyncio.get_running_loop(), self.side.handle_outcome)
         self.direct = DirectResponses(
-            self.wire, io_queue.put, self.side.handle_outcome, lambda: self.side.in_flight, lambda: self.now
+            self.wire, io_queue.put, self.side.handle_outcome, self.side.active, lambda: self.now
         )
 
     @property
@@ -766,7 +766,7 @@ async def test_a_response_alone_on_a_link_leaves_before_its_slot_is_free_but_non
         Wire(),
         desk.side.handle_outcome,
         take_left,
-        lambda: desk.side.in_flight,
+        desk.side.active,
         lambda: desk.now,
         get_link=lambda _reply: link,  # type: ignore[arg-type, return-value]
         lock=lock,
