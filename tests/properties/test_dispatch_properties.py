@@ -178,7 +178,8 @@ def assert_consistent(story: Story) -> None:
         assert call.router is not None or call.key in world.dispatcher._pending
         if call.router is not None:
             assert call.key in call.router._places
-    assert len(world.bus.receivers) == sum(call.attempt is not None for call in held.values())
+    attempts = sum(call.attempt is not None for call in held.values())
+    assert len(world.bus.receivers) == attempts + world.outgoing.receipts.late
 
 
 @settings(max_examples=120, deadline=None)

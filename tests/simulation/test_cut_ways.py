@@ -83,7 +83,9 @@ class Link:
         self.last_used_at = 0.0
         self.pending_bytes = 0
 
-    def send(self, token: bytes, head: Any, body: bytes | memoryview = b"") -> bool:
+    def send(
+        self, token: bytes, head: Any, body: bytes | memoryview = b"", *, is_alone: bool = False
+    ) -> bool:
         return self.send_frame(token, encode_frame(head, body))
 
     def send_frame(self, token: bytes, frame: bytes) -> bool:
@@ -173,6 +175,9 @@ class Plane:
         token = random.randbytes(8).hex().encode()
         self.receivers[token] = (on_reply, on_no_responders)
         return token, INBOX + token
+
+    def replace(self, token: bytes, on_reply: Any) -> None:
+        self.receivers[token] = (on_reply, lambda: None)
 
     def forget(self, token: bytes) -> None:
         self.receivers.pop(token, None)

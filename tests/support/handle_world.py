@@ -78,7 +78,7 @@ class World:
         self._tokens = 0
         self._snapshot_id = 0
         self.routes = Routes(lambda: 0.0)
-        outgoing = Outgoing(self, self, Subjects())
+        outgoing = self.outgoing = Outgoing(self, self, Subjects())
         self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=5.0)
         self.beat = RequestTimers(self.dispatcher, self.routes, outgoing)
         self.router = HandleRouter(
@@ -108,6 +108,9 @@ class World:
         token = b"%d" % self._tokens
         self.receivers[token] = (on_reply, on_no_responders)
         return token, token
+
+    def replace(self, token: bytes, on_reply: Callable[..., None]) -> None:
+        self.receivers[token] = (on_reply, lambda: None)
 
     def forget(self, token: bytes) -> None:
         self.receivers.pop(token, None)
@@ -162,7 +165,7 @@ class World:
     @property
     def is_idle(self) -> bool:
         """True when nothing is held for any call."""
-        return not self.dispatcher.calls and not self.receivers
+        return not self.dispatcher.calls and len(self.receivers) == self.outgoing.receipts.late
 
     async def sent(self) -> Sent:
         """The next request that reaches a replica."""

@@ -157,6 +157,7 @@ class Attempt:
 
     __slots__ = (
         "has_probed",
+        "is_cancelled",
         "is_head_missing",
         "last_seen_at",
         "link",
@@ -201,6 +202,8 @@ class Attempt:
         """Frames that were sent before the last probe, so that its answer says whether they have arrived."""
         self.is_head_missing = False
         """True when a part of the response has arrived before its head; a probe then asks for it."""
+        self.is_cancelled = False
+        """True when its replica was told that its response is not wanted."""
         self.has_probed = False
         """True when frames other than body pieces were sent, or a piece was taken: "no responders" no longer means that
         the request never arrived."""
@@ -372,6 +375,10 @@ class Replies(Protocol):
         self, on_reply: Callable[[bytes, bytes, bytes | None], None], on_no_responders: Callable[[], None]
     ) -> tuple[bytes, bytes]:
         """Register a token; return it with its reply subject, as `Inbox.new_reply`."""
+        ...
+
+    def replace(self, token: bytes, on_reply: Callable[[bytes, bytes, bytes | None], None]) -> None:
+        """Let further replies to a token go to ``on_reply``, as `Inbox.replace`."""
         ...
 
     def forget(self, token: bytes) -> None:

@@ -7,7 +7,6 @@ Why apart: everything that is sent may find the bus disconnected, and raises; th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Final, final
@@ -28,6 +27,7 @@ from serve_common.dispatch.calls import (
     ResponseBody,
 )
 from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
+from serve_common.dispatch.receipts import Receipts
 from serve_common.dispatch.sockets import ReplicaSocket
 from serve_common.errors import DeadlineExceeded, ReplicaDied
 from serve_common.names import BackendTag, ReplicaTag
@@ -45,7 +45,6 @@ from serve_common.protocol.frames import (
     Headers,
     MessageHead,
     ProbeHead,
-    ReceivedHead,
     RefusedHead,
     RequestHead,
     RequestKind,
@@ -54,7 +53,7 @@ from serve_common.protocol.frames import (
     encode_frame,
 )
 from serve_common.protocol.reports import Wake
-from serve_common.protocol.streams import IncomingStream, ReceivedBytes, RetainedBytes, SequenceCheck
+from serve_common.protocol.streams import IncomingStream, RetainedBytes, SequenceCheck
 from serve_common.protocol.subjects import Subjects
 from serve_common.routing.queues import Refusal
 from serve_common.runtime.settings import DirectMode
@@ -91,7 +90,7 @@ class Outgoing:
         self._subjects = subjects
         self._loop = asyncio.get_running_loop()
         self._subject_cache: dict[ReplicaTag, bytes] = {}
-        self._received: dict[ReplicaTag, ReceivedBytes] = {}
+        self.receipts: Final = Receipts(bus, replies)
         self.retained: Final = RetainedBytes()
         """What the sockets' messages hold."""
 
@@ -198,18 +197,7 @@ class Outgoing:
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""
         if call.attempt is not None:
-            self._try_publish(call.attempt, CancelHead())
-
-    def count_received(self, attempt: Attempt, size_bytes: int) -> None:
-        """Count a frame that came over the bus, and tell its replica now and then what has come in all."""
-        received = self._received.get(attempt.replica)
-        if received is None:
-            if len(self._received) >= _REPLICAS_MAX:
-                self._received.clear()
-            received = self._received[attempt.replica] = ReceivedBytes()
-        if received.add(size_bytes):
-            with contextlib.suppress(NotConnected, OutboundFull):  # the next one says it too
-                self._publish(attempt, None, ReceivedHead(received.total_bytes))
+            call.attempt.is_cancelled = self._try_publish(call.attempt, CancelHead())
 
     def wake(self, backend_tag: BackendTag, waiting: int) -> bool:
         """Report that ``waiting`` requests wait for a backend without replicas; False when the bus does not take it."""
@@ -222,10 +210,14 @@ class Outgoing:
 
     def drop(self, call: Call) -> None:
         """End the attempt on this side: later replies to it are dropped."""
-        if call.attempt is not None:
-            self._replies.forget(call.attempt.token)
-            if call.attempt.upload is not None:
-                call.attempt.upload.restart()
+        attempt = call.attempt
+        if attempt is not None:
+            if attempt.is_cancelled and attempt.response_link is None:
+                self.receipts.count_late(attempt)
+            else:
+                self._replies.forget(attempt.token)
+            if attempt.upload is not None:
+                attempt.upload.restart()
             if isinstance(call.response_reader, ReplicaSocket):
                 call.response_reader.release()
             call.attempt = None
@@ -285,7 +277,7 @@ class ResponseReader:
         if self._failure_detector:
             self._failure_detector.on_sign_of_life(attempt.replica)
         if not is_direct and len(payload) > SMALL_FRAME_BYTES_MAX:
-            self._outgoing.count_received(attempt, len(payload))
+            self._outgoing.receipts.count(attempt.replica, attempt.subject, attempt.reply, payload)
         if (
             type(head) is ResponseHead
             and head.last

@@ -432,6 +432,10 @@ class Inbox:
         self._receivers[token] = (on_reply, on_no_responders)
         return token, self._prefix + token
 
+    def replace(self, token: bytes, on_reply: ReplyCallback) -> None:
+        """Let further replies to a token go to `on_reply`."""
+        self._receivers[token] = (on_reply, lambda: None)
+
     def forget(self, token: bytes) -> None:
         """Release a token: further replies to it are dropped. May be called twice."""
         self._receivers.pop(token, None)
