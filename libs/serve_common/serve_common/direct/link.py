@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import socket
 import threading
@@ -38,8 +37,12 @@ FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
 _PREFIX_BYTES: Final = 4 + TOKEN_BYTES
-_READ_BYTES: Final = 1024 * 1024
-"""Size of the buffer for reading, whose memory is taken as it is used: all that a Unix socket holds."""
+_READ_BYTES: Final = 32 * 1024
+"""Size of the buffer for reading small frames, and the beginnings of others: some hundred requests."""
+_OWN_BYTES_MIN: Final = 8 * 1024
+"""Frames from this size on that have not arrived whole are read into a buffer of their own, which is not copied."""
+_READS_MAX: Final = 8
+"""Reads before others have a turn, of a socket that fills its buffer each time."""
 _SOCKET_BYTES: Final = 1024 * 1024
 """What a Unix socket should hold, so that both ends work at once; the system's limit is mostly lower."""
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
@@ -55,7 +58,7 @@ _MACHINE_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 
 Bytes = bytes | memoryview
 OnFrame = Callable[["DirectLink", bytes, Bytes], None]
-"""Gets the link, the token and the frame; where the link lends frames, that may be a view good for the call only."""
+"""Gets the link, the token and the frame, which is the receiver's."""
 _Item = tuple[bytes, tuple[Bytes, ...], int]
 """Token, pieces, and their size."""
 
@@ -84,8 +87,7 @@ def _prefix(token: bytes, frame: bytes) -> bytes:
 class DirectLink(asyncio.BufferedProtocol):
     """One end of a link. Frames may be sent from any thread; the rest is the loop's.
 
-    Why `BufferedProtocol`: what the socket holds is read at once, however much that is; each read costs more than the
-    copy of a frame out of the buffer.
+    Why `BufferedProtocol`: many small frames are read at once, and large ones to where they stay.
     """
 
     def __init__(
@@ -96,12 +98,8 @@ class DirectLink(asyncio.BufferedProtocol):
         *,
         on_batch_start: Callable[[], None] = lambda: None,
         on_batch_end: Callable[[], None] = lambda: None,
-        lends_frames: bool = False,
     ) -> None:
-        """``on_batch_start`` is called before the frames of one read are delivered, ``on_batch_end`` after them.
-
-        ``lends_frames``: large frames are views of the buffer for reading, for a receiver that keeps none of it.
-        """
+        """``on_batch_start`` is called before the frames of one read are delivered, ``on_batch_end`` after them."""
         self.last_used_at = loop.time()
         """When a frame was last sent or received, by the loop's clock."""
         self.inbox = b""
@@ -113,7 +111,6 @@ class DirectLink(asyncio.BufferedProtocol):
         self._on_end = on_end
         self._on_batch_start = on_batch_start
         self._on_batch_end = on_batch_end
-        self._lends_frames = lends_frames
         self._thread = threading.get_ident()
         # RLock: a transport may pause or end while it is written to.
         self._writing = threading.RLock()
@@ -124,9 +121,13 @@ class DirectLink(asyncio.BufferedProtocol):
         self._is_ended = False
         self._is_tcp = False
         # reading
-        self._view = memoryview(mmap.mmap(-1, _READ_BYTES))
+        self._view = memoryview(bytearray(_READ_BYTES))
         self._parsed = 0
         self._filled = 0
+        self._token = b""
+        self._frame: memoryview | None = None
+        """A large frame that is arriving; then all that is read belongs to it."""
+        self._frame_filled = 0
         # writing
         self._new: deque[_Item] = deque()
         """Not looked at yet by the loop."""
@@ -167,6 +168,8 @@ class DirectLink(asyncio.BufferedProtocol):
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
+        if self._frame is not None:
+            return self._frame[self._frame_filled :]
         view, parsed, filled = self._view, self._parsed, self._filled
         if parsed and _READ_BYTES - filled < _READ_BYTES // 2:  # the begun frame goes to the front
             filled -= parsed
@@ -175,11 +178,21 @@ class DirectLink(asyncio.BufferedProtocol):
         return view[filled:]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
         self.last_used_at = self._loop.time()
+        frame = self._frame
+        if frame is None:
+            self._filled += nbytes
+        else:
+            self._frame_filled += nbytes
+            if self._frame_filled < len(frame):
+                return
+            self._frame = None
         self._on_batch_start()
         try:
-            self._parse()
+            if frame is None:
+                self._parse()
+            elif not self._is_ended:
+                self._deliver(self._token, frame)
         finally:
             self._on_batch_end()
 
@@ -194,21 +207,29 @@ class DirectLink(asyncio.BufferedProtocol):
         return socket.socket(fileno=os.dup(self._descriptor))
 
     def read(self, own: socket.socket) -> int:
-        """Read once from what `detach_reader` returned; returns the number of bytes, 0 at the end of the link.
+        """Read what there is from what `detach_reader` returned; returns the number of bytes, 0 at the end of the link.
 
         Raises BlockingIOError when there is nothing. For any thread, one at a time.
         """
-        try:
-            size_bytes = own.recv_into(self.get_buffer(-1))
-        except BlockingIOError:
-            raise
-        except OSError:  # it is broken
-            size_bytes = 0
-        if size_bytes:
+        total_bytes = 0
+        for _ in range(_READS_MAX):
+            buffer = self.get_buffer(-1)
+            try:
+                size_bytes = own.recv_into(buffer)
+            except BlockingIOError:
+                if not total_bytes:
+                    raise
+                break
+            except OSError:  # it is broken
+                size_bytes = 0
+            if not size_bytes:
+                self._close_soon()
+                return 0
             self.buffer_updated(size_bytes)
-        else:
-            self._close_soon()
-        return size_bytes
+            total_bytes += size_bytes
+            if size_bytes < len(buffer):
+                break
+        return total_bytes
 
     def eof_received(self) -> bool:
         return False
@@ -236,14 +257,21 @@ class DirectLink(asyncio.BufferedProtocol):
             start = at + _PREFIX_BYTES
             stop = start + size
             if stop > end:
+                if size >= _OWN_BYTES_MIN:
+                    self._begin_frame(bytes(view[at + 4 : start]), size, view[start:end])
+                    at = end
                 break
-            frame = view[start:stop]
-            is_lent = self._lends_frames and size > _SMALL_BYTES_MAX
-            self._deliver(bytes(view[at + 4 : start]), frame if is_lent else bytes(frame))
+            self._deliver(bytes(view[at + 4 : start]), bytes(view[start:stop]))
             at = stop
         if at == end:
             at = self._filled = 0
         self._parsed = at
+
+    def _begin_frame(self, token: bytes, size: int, beginning: memoryview) -> None:
+        self._token = token
+        self._frame = memoryview(bytearray(size))
+        self._frame_filled = len(beginning)
+        self._frame[: len(beginning)] = beginning
 
     def _deliver(self, token: bytes, frame: Bytes) -> None:
         self.received_frames += 1

@@ -254,9 +254,7 @@ class LinkListener:
             former.close()
         if len(self._links) >= LINKS_MAX:
             min(self._open, key=lambda link: link.last_used_at).close()
-        link = DirectLink(
-            self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end, lends_frames=True
-        )
+        link = DirectLink(self._loop, self._on_frame, self._ended, on_batch_end=self._on_batch_end)
         self._links[inbox] = link
         link.inbox = inbox
         self._open.add(link)

@@ -88,7 +88,7 @@ class BodyFrames:
             if is_whole:
                 exchange.body_in = None
             if piece or is_whole:
-                self._user_queue(BodyPiece(exchange, bytes(piece), is_whole))
+                self._user_queue(BodyPiece(exchange, piece, is_whole))
             else:
                 self.grant_credit(exchange, incoming.stream, 1)
         else:
@@ -103,7 +103,7 @@ class BodyFrames:
             message = f"the body has {body_bytes} bytes or more; a replica takes {REQUEST_BODY_BYTES_MAX}"
             self._responses.fail(exchange, LimitReached.error_code, 413, message)
             return
-        incoming.pieces.append(bytes(piece))
+        incoming.pieces.append(piece)
         if is_whole:
             exchange.body_in = None
             exchange.body = b"".join(incoming.pieces)

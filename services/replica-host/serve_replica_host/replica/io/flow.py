@@ -30,7 +30,7 @@ class IncomingBody:
         self.stream: Final = IncomingStream(WINDOW_FRAMES)
         self.expected_bytes = expected_bytes
         self.received_bytes = 0
-        self.pieces: list[bytes] = []
+        self.pieces: list[memoryview] = []
         """Parts received of a body that is collected."""
 
     def add(self, size_bytes: int, *, last: bool) -> bool | None:
@@ -60,7 +60,7 @@ class BodyReader:
 
     def __init__(self, whole: bytes | None, on_taken: Callable[[int], object] | None = None) -> None:
         """``whole`` is None for a body still arriving; ``on_taken`` receives how many parts were read."""
-        self._pieces: deque[bytes] = deque()
+        self._pieces: deque[bytes | memoryview] = deque()
         self._is_whole = whole is not None
         if whole is not None:
             self._pieces.append(whole)
@@ -69,7 +69,7 @@ class BodyReader:
         self._is_gone = False
         self._changed: asyncio.Event | None = None
 
-    def add(self, data: bytes, *, last: bool) -> None:
+    def add(self, data: bytes | memoryview, *, last: bool) -> None:
         """Append a part of the body."""
         if data or last:
             self._pieces.append(data)
@@ -83,20 +83,38 @@ class BodyReader:
 
     async def __call__(self) -> Message:
         """The next part of the body; after the last one, and when the caller is gone, ``http.disconnect``."""
+        data = await self._take()
+        if data is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": bytes(data), "more_body": self._has_more}
+
+    async def rest(self) -> bytes | None:
+        """All parts that were not read yet, as one, with one copy of each; None when the caller is gone."""
+        parts: list[bytes | memoryview] = []
+        while (part := await self._take()) is not None:
+            parts.append(part)
+            if not self._has_more:
+                return b"".join(parts)  # of one that is bytes: no copy
+        return None
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._pieces) or not self._is_whole
+
+    async def _take(self) -> bytes | memoryview | None:
         while not self._is_gone:
             if self._pieces:
                 data = self._pieces.popleft()
-                more = bool(self._pieces) or not self._is_whole
                 self._taken += 1
                 if self._on_taken is not None and self._taken >= _ACKNOWLEDGE_EVERY:
                     self._on_taken(self._taken)
                     self._taken = 0
-                return {"type": "http.request", "body": data, "more_body": more}
+                return data
             if self._changed is None:
                 self._changed = asyncio.Event()
             self._changed.clear()
             await self._changed.wait()
-        return {"type": "http.disconnect"}
+        return None
 
     def _wake(self) -> None:
         if self._changed is not None:

@@ -195,7 +195,7 @@ class ReplicaProtocol:
         return self._links.get(reply)
 
     def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes | memoryview) -> None:
-        """Process a frame that came over ``link`` for the request of ``reply``; nothing of ``payload`` is kept."""
+        """Process a frame that came over ``link`` for the request of ``reply``."""
         links = self._links
         links[reply] = link
         self._frames.prove_alive(link)

@@ -142,7 +142,7 @@ class BodyPiece(msgspec.Struct, frozen=True):
     """A part of a streamed body."""
 
     exchange: ReplicaRequest
-    data: bytes
+    data: memoryview
     last: bool
 
 

@@ -150,14 +150,14 @@ class ResponseFrames:
         if not last or len(body) >= LARGE_BYTES_MIN:
             self._frames.find_link(exchange.reply)
         try:
-            frame = self._frames.send(exchange.reply, head, body)
+            if last:
+                exchange.last_frame = self._frames.send(exchange.reply, head, body)
+            else:
+                self._frames.post(exchange.reply, head, body)
+                exchange.response_head = head
         except (FrameUnreadable, PayloadTooLarge) as error:
             self.fail(exchange, UserCodeRaised.error_code, 500, f"the answer cannot be sent: {error}")
             return False
-        if last:
-            exchange.last_frame = frame
-        else:
-            exchange.response_head = head
         return True
 
     # -- streamed responses ----------------------------------------------------------------------------------------

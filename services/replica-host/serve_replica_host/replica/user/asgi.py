@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 from urllib.parse import unquote
 
-from starlette.requests import Request
-from starlette.types import Message, Receive, Scope
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Scope
 
 from serve_common.errors import UserCodeRaised
 from serve_common.protocol.frames import WINDOW_MESSAGES, Headers, RequestHead
@@ -175,10 +175,20 @@ def _server(head: RequestHead) -> tuple[str, int] | None:
     return None
 
 
+class RestReceive(Protocol):
+    """ASGI's ``receive``, which can also read the whole rest of a body."""
+
+    async def __call__(self) -> Message:
+        """The next message."""
+
+    async def rest(self) -> bytes | None:
+        """As `BodyReader.rest`."""
+
+
 class LazyRequest(Request):
     """A Starlette `Request` that is initialized on first access, because many handlers ignore it."""
 
-    def __init__(self, head: RequestHead, receive: Receive) -> None:
+    def __init__(self, head: RequestHead, receive: RestReceive) -> None:
         """Like `Request(http_scope(head), receive)`."""
         self._arguments = (head, receive)
 
@@ -189,6 +199,19 @@ class LazyRequest(Request):
         head, receive = self._arguments
         super().__init__(http_scope(head), receive)
         return getattr(self, name)
+
+    async def body(self) -> bytes:
+        """As of Starlette, without a copy of each part before they are joined."""
+        if not hasattr(self, "_body"):
+            if self._stream_consumed:
+                raise RuntimeError("Stream consumed")
+            rest = await self._arguments[1].rest()
+            if rest is None:
+                self._is_disconnected = True
+                raise ClientDisconnect
+            self._stream_consumed = True
+            self._body = rest
+        return self._body
 
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024

@@ -204,6 +204,10 @@ class _Receive:
     async def __call__(self) -> Any:
         return await make_reader(self._exchange, self._io_queue)()
 
+    async def rest(self) -> bytes | None:
+        """As `BodyReader.rest`."""
+        return await make_reader(self._exchange, self._io_queue).rest()
+
 
 def make_reader(exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]) -> BodyReader:
     """The reader of the request's body, created on first use."""
