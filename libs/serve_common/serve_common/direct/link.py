@@ -258,7 +258,7 @@ class DirectLink(asyncio.BufferedProtocol):
             stop = start + size
             if stop > end:
                 if size >= _OWN_BYTES_MIN:
-                    self._begin_frame(bytes(view[at + 4 : start]), size, view[start:end])
+                    self._start_frame(bytes(view[at + 4 : start]), size, view[start:end])
                     at = end
                 break
             self._deliver(bytes(view[at + 4 : start]), bytes(view[start:stop]))
@@ -267,7 +267,7 @@ class DirectLink(asyncio.BufferedProtocol):
             at = self._filled = 0
         self._parsed = at
 
-    def _begin_frame(self, token: bytes, size: int, beginning: memoryview) -> None:
+    def _start_frame(self, token: bytes, size: int, beginning: memoryview) -> None:
         self._token = token
         self._frame = memoryview(bytearray(size))
         self._frame_filled = len(beginning)
