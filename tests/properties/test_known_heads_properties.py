@@ -118,7 +118,8 @@ def test_a_known_head_is_read_as_the_parser_reads_it(
     first, data = both
     before = parse(first, loop)
     assert before is not None
-    known = KnownHead.remember(first, before.message, read_request_headers(before.message.raw_headers))
+    headers = read_request_headers(before.message.raw_headers)
+    known = KnownHead.remember(first, before.message, headers, "10.0.0.9:5555", "http")
     assert known is not None
     assert known.read(first) is not None
     found = known.read(data)

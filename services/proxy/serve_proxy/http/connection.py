@@ -300,7 +300,8 @@ class HttpConnection(CountingConnection):
         if exchange is None:
             return False
         if self._request_count and data:  # a connection of one request would remember it for nothing
-            self._known_head = KnownHead.remember(data, message, exchange.headers)
+            scheme = self._http.requests.scheme
+            self._known_head = KnownHead.remember(data, message, exchange.headers, self.peer, scheme)
         if self._parser is not None:
             self._parser.message_consumed()
         self._start(exchange)

@@ -8,11 +8,12 @@ length of the body may differ, each in a form so plain that there is one way to 
 from __future__ import annotations
 
 import re
+from copy import copy
 from typing import Final, NamedTuple, Self, final
 
 from aiohttp.http_parser import RawRequestMessage
 
-from serve_proxy.core.headers import RequestHeaders
+from serve_proxy.core.headers import RequestHeaders, forward
 
 _HEAD_END: Final = b"\r\n\r\n"
 _VERSION: Final = b" HTTP/1.1\r\n"
@@ -62,7 +63,7 @@ class KnownHead:
         self.message: Final = message
         """The request of that head; its target and the length of its body are not those of the next."""
         self.headers: Final = headers
-        """Those of each request with this head; not to be changed."""
+        """Those of each request with this head, forwarding headers included; an observer needs a copy to change."""
         self._method = message.method.encode() + b" "
         self._target = b""
         """The last target that was found to be plain."""
@@ -70,8 +71,12 @@ class KnownHead:
         self._after = after
 
     @classmethod
-    def remember(cls, data: bytes, message: RawRequestMessage, headers: RequestHeaders) -> Self | None:
+    def remember(
+        cls, data: bytes, message: RawRequestMessage, headers: RequestHeaders, peer: str, scheme: str
+    ) -> Self | None:
         """``data`` is what was received of ``message``, when nothing of another request was waiting to be parsed.
+
+        ``headers`` are the message's, and nothing has changed them yet; ``peer`` and ``scheme`` as of `forward`.
 
         None unless it is this request and nothing else, in a form that `read` understands.
         """
@@ -87,11 +92,17 @@ class KnownHead:
             return None
         lengths = [value for name, value in message.raw_headers if name.lower() == _LENGTH]
         found = _LENGTH_LINE.search(block)
-        if not lengths:
-            return cls(message, headers, block, b"") if len(data) == head_end else None
-        if found is None or lengths != [found[1]] or len(data) != head_end + int(found[1]):
+        before, after, size = block, b"", 0
+        if lengths:
+            if found is None or lengths != [found[1]]:
+                return None
+            before, after, size = block[: found.start(1)], block[found.end(1) :], int(found[1])
+        if len(data) != head_end + size:
             return None
-        return cls(message, headers, block[: found.start(1)], block[found.end(1) :])
+        own = copy(headers)
+        own.forwarded = headers.forwarded.copy()
+        own.sender = forward(own, peer, scheme)
+        return cls(message, own, before, after)
 
     def read(self, data: bytes) -> KnownRequest | None:
         """The request in ``data`` if it has this head, whatever its target and length, and is there whole.

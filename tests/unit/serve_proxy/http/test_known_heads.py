@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from serve_common.config.backend import HttpOptions
-from serve_common.dispatch.calls import Response, ResponseBody
+from serve_common.dispatch.calls import RequestSpec, Response, ResponseBody
 from serve_proxy.http import connection as http_connection
 from serve_proxy.http.known_heads import KnownHead
 from tests.support.http_desk import Desk, goes_on, listening, read_answer, whole
@@ -68,6 +68,47 @@ async def test_the_third_request_with_the_same_head_is_not_parsed(talk: Conversa
         assert dict(spec.headers)[b"x-a"] == b"1"
         assert [name for name, _ in spec.headers].count(b"x-forwarded-for") == 1
     assert talk.parsed == 2
+
+
+class Observer:
+    """Leaves itself and another traceparent in each request's headers, as traces and the access log do."""
+
+    def __init__(self) -> None:
+        self.seen: list[Observed] = []
+
+    def start(self, headers, _method, _path, _scheme, _request_id, *, peer, body) -> None:
+        headers.observer = Observed(len(self.seen), peer, body.total_bytes)
+        headers.traceparent = f"trace {len(self.seen)}"
+        self.seen.append(headers.observer)
+
+
+class Observed:
+    """One request, as its observer sees it."""
+
+    def __init__(self, number: int, peer: str, body_bytes: int) -> None:
+        self.number, self.peer, self.body_bytes = number, peer, body_bytes
+        self.specs: list[RequestSpec] = []
+        self.statuses: list[int] = []
+
+    def on_request(self, spec: RequestSpec) -> None:
+        self.specs.append(spec)
+
+    def ended(self, status: int, _problem: object, _sent_bytes: int) -> None:
+        self.statuses.append(status)
+
+
+async def test_each_request_with_a_known_head_has_its_own_observer(talk: Conversation) -> None:
+    observer = talk.desk.requests.observer = Observer()  # type: ignore[assignment]
+    for number in range(6):
+        spec = await talk.send(post(b"/a", b"x" * number))
+        assert spec.traceparent == f"trace {number}"
+        assert spec.trace is observer.seen[number]
+        assert [value for name, value in spec.headers if name == b"x-forwarded-for"] == [b"127.0.0.1"]
+    assert talk.parsed == 2
+    assert [(len(one.specs), one.statuses, one.body_bytes) for one in observer.seen] == [
+        (1, [200], number) for number in range(6)
+    ]
+    assert len({one.peer for one in observer.seen}) == 1
 
 
 async def test_another_head_is_parsed_and_then_known(talk: Conversation) -> None:
@@ -182,4 +223,4 @@ def test_long_heads_are_not_remembered() -> None:
         raw_headers = ((b"Host", b"h"), (b"X", b"x" * 4000))
 
     data = b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"x" * 4000 + b"\r\n\r\n"
-    assert KnownHead.remember(data, Message(), None) is None  # type: ignore[arg-type]
+    assert KnownHead.remember(data, Message(), None, "", "http") is None  # type: ignore[arg-type]
