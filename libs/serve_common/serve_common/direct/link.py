@@ -126,7 +126,8 @@ class DirectLink(asyncio.BufferedProtocol):
         self._filled = 0
         self._token = b""
         self._frame: memoryview | None = None
-        """A large frame that is arriving; then all that is read belongs to it."""
+        """Memory of a large frame that is arriving, and of the beginning of the next, which then needs no read."""
+        self._frame_bytes = 0
         self._frame_filled = 0
         # writing
         self._new: deque[_Item] = deque()
@@ -184,15 +185,17 @@ class DirectLink(asyncio.BufferedProtocol):
             self._filled += nbytes
         else:
             self._frame_filled += nbytes
-            if self._frame_filled < len(frame):
+            if self._frame_filled < self._frame_bytes:
                 return
             self._frame = None
         self._on_batch_start()
         try:
-            if frame is None:
-                self._parse()
-            elif not self._is_ended:
-                self._deliver(self._token, frame)
+            if frame is not None and not self._is_ended:
+                next_bytes = self._frame_filled - self._frame_bytes
+                self._view[:next_bytes] = frame[self._frame_bytes : self._frame_filled]
+                self._filled = next_bytes
+                self._deliver(self._token, frame[: self._frame_bytes])
+            self._parse()
         finally:
             self._on_batch_end()
 
@@ -269,8 +272,8 @@ class DirectLink(asyncio.BufferedProtocol):
 
     def _start_frame(self, token: bytes, size: int, beginning: memoryview) -> None:
         self._token = token
-        self._frame = memoryview(bytearray(size))
-        self._frame_filled = len(beginning)
+        self._frame = memoryview(bytearray(size + _PREFIX_BYTES))
+        self._frame_bytes, self._frame_filled = size, len(beginning)
         self._frame[: len(beginning)] = beginning
 
     def _deliver(self, token: bytes, frame: Bytes) -> None:

@@ -56,7 +56,16 @@ class BodyReader:
     upload of any size needs no more memory than the window.
     """
 
-    __slots__ = ("_changed", "_is_gone", "_is_whole", "_on_taken", "_pieces", "_taken")
+    __slots__ = (
+        "_changed",
+        "_counted",
+        "_is_collected",
+        "_is_gone",
+        "_is_whole",
+        "_on_taken",
+        "_pieces",
+        "_taken",
+    )
 
     def __init__(self, whole: bytes | None, on_taken: Callable[[int], object] | None = None) -> None:
         """``whole`` is None for a body still arriving; ``on_taken`` receives how many parts were read."""
@@ -66,6 +75,10 @@ class BodyReader:
             self._pieces.append(whole)
         self._on_taken = on_taken
         self._taken = 0
+        """Parts read and not acknowledged."""
+        self._counted = 0
+        """Parts that are here and count as read."""
+        self._is_collected = False
         self._is_gone = False
         self._changed: asyncio.Event | None = None
 
@@ -74,7 +87,12 @@ class BodyReader:
         if data or last:
             self._pieces.append(data)
         self._is_whole = last
-        self._wake()
+        if not self._is_collected:
+            self._wake()
+            return
+        self._count_ahead()
+        if last:
+            self._wake()
 
     def leave(self) -> None:
         """The caller is gone, or has its complete response."""
@@ -83,38 +101,51 @@ class BodyReader:
 
     async def __call__(self) -> Message:
         """The next part of the body; after the last one, and when the caller is gone, ``http.disconnect``."""
-        data = await self._take()
-        if data is None:
+        while not (self._is_gone or self._pieces):
+            await self._wait()
+        if self._is_gone:
             return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": bytes(data), "more_body": self._has_more}
+        data = self._pieces.popleft()
+        if self._counted:
+            self._counted -= 1
+        else:
+            self._count(1)
+        more = bool(self._pieces) or not self._is_whole
+        return {"type": "http.request", "body": bytes(data), "more_body": more}
 
     async def rest(self) -> bytes | None:
-        """All parts that were not read yet, as one, with one copy of each; None when the caller is gone."""
-        parts: list[bytes | memoryview] = []
-        while (part := await self._take()) is not None:
-            parts.append(part)
-            if not self._has_more:
-                return b"".join(parts)  # of one that is bytes: no copy
-        return None
+        """All parts that were not read yet, as one; None when the caller is gone.
 
-    @property
-    def _has_more(self) -> bool:
-        return bool(self._pieces) or not self._is_whole
+        Parts are read as they arrive, without waking up who waits here for the last.
+        """
+        self._is_collected = True
+        try:
+            self._count_ahead()
+            while not (self._is_gone or self._is_whole):
+                await self._wait()
+        finally:
+            self._is_collected = False
+        if self._is_gone:
+            return None
+        parts, self._pieces, self._counted = self._pieces, deque(), 0
+        return b"".join(parts)  # of one that is bytes: no copy
 
-    async def _take(self) -> bytes | memoryview | None:
-        while not self._is_gone:
-            if self._pieces:
-                data = self._pieces.popleft()
-                self._taken += 1
-                if self._on_taken is not None and self._taken >= _ACKNOWLEDGE_EVERY:
-                    self._on_taken(self._taken)
-                    self._taken = 0
-                return data
-            if self._changed is None:
-                self._changed = asyncio.Event()
-            self._changed.clear()
-            await self._changed.wait()
-        return None
+    async def _wait(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _count_ahead(self) -> None:
+        """Count as read what has arrived."""
+        count, self._counted = len(self._pieces) - self._counted, len(self._pieces)
+        self._count(count)
+
+    def _count(self, parts: int) -> None:
+        self._taken += parts
+        if self._on_taken is not None and self._taken >= _ACKNOWLEDGE_EVERY:
+            self._on_taken(self._taken)
+            self._taken = 0
 
     def _wake(self) -> None:
         if self._changed is not None:
