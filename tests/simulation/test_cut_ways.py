@@ -83,6 +83,8 @@ class Link:
         self.last_used_at = 0.0
         self.pending_bytes = 0
 
+    last_received_at = float("inf")
+
     def send(
         self, token: bytes, head: Any, body: bytes | memoryview = b"", *, is_alone: bool = False
     ) -> bool:

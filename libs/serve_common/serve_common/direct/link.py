@@ -102,6 +102,7 @@ class DirectLink(asyncio.BufferedProtocol):
         """``on_batch_start`` is called before the frames of one read are delivered, ``on_batch_end`` after them."""
         self.last_used_at = loop.time()
         """When a frame was last sent or received, by the loop's clock."""
+        self.last_received_at = self.last_used_at
         self.inbox = b""
         """At a replica: the inbox of the router at the other end, with its last dot; empty when the link has ended."""
         self.sent_frames = 0
@@ -179,7 +180,7 @@ class DirectLink(asyncio.BufferedProtocol):
         return view[filled:]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.last_used_at = self._loop.time()
+        self.last_used_at = self.last_received_at = self._loop.time()
         frame = self._frame
         if frame is None:
             self._filled += nbytes

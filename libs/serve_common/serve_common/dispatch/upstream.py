@@ -66,6 +66,9 @@ ACCEPTED: Final = 101
 _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 _REPLICAS_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
+_LINK_SILENT_S: Final = 8.0
+"""Seconds of silence, in spite of probes each second, after which a link counts as dead. The system ends one whose peer
+acknowledges nothing sooner; this is for what acknowledges and stands still."""
 _AGE_S_MIN: Final = 0.001
 """Least age in a probe: uvloop's clock counts milliseconds, and 0 in a `ProbeHead` is unknown."""
 
@@ -188,6 +191,10 @@ class Outgoing:
             return
         now = attempt.probed_at = self._loop.time()
         attempt.has_probed = True
+        link = attempt.response_link or attempt.link
+        if link is not None and now - max(link.last_received_at, attempt.sent_at) > _LINK_SILENT_S:
+            link.close()  # its requests are probed over the bus
+            return
         incoming = None if call.response_reader is None else call.response_reader.incoming
         received, limit = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
         attempt.probed_sent = _sent_frames(call)

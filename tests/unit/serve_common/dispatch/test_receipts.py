@@ -60,3 +60,35 @@ async def test_what_comes_after_a_cancel_is_counted_too(monkeypatch: pytest.Monk
     await asyncio.sleep(0)
     assert not world.outgoing.receipts.late
     assert not world.bus.receivers
+
+
+class SilentLink:
+    """A link that takes everything, and brings nothing."""
+
+    def __init__(self, now: float) -> None:
+        self.last_received_at = now
+        self.sent = 0
+        self.is_closed = False
+
+    def send(self, *_: object, **__: object) -> bool:
+        self.sent += 1
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_link_that_stands_still_in_spite_of_probes_is_ended() -> None:
+    world = World(limit=10)
+    await world.ask()
+    (call,) = world.dispatcher.calls.values()
+    link = SilentLink(world.now)
+    assert call.attempt is not None
+    call.attempt.link = link  # type: ignore[assignment]
+    for _ in range(8):
+        world.now += 1
+        world.outgoing.probe(call)
+    assert (link.sent, link.is_closed) == (8, False)
+    world.now += 1
+    world.outgoing.probe(call)
+    assert (link.sent, link.is_closed) == (8, True)
