@@ -1,4 +1,4 @@
-"""What a router says that it has received over the bus: also of responses that nobody wants any more."""
+"""What a router says that it has received over the bus, and when it gives up a link that brings nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_link_that_stands_still_in_spite_of_probes_is_ended() -> None:
     (call,) = world.dispatcher.calls.values()
     link = SilentLink(world.now)
     assert call.attempt is not None
-    call.attempt.link = link  # type: ignore[assignment]
+    call.attempt.link, call.attempt.reply = link, b"_INBOX.p." + b"0" * 16  # type: ignore[assignment]
     for _ in range(8):
         world.now += 1
         world.outgoing.probe(call)
