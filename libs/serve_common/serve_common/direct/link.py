@@ -103,6 +103,7 @@ class DirectLink(asyncio.BufferedProtocol):
         self.last_used_at = loop.time()
         """When a frame was last sent or received, by the loop's clock."""
         self.last_received_at = self.last_used_at
+        """When anything last came; initially, when it was made."""
         self.inbox = b""
         """At a replica: the inbox of the router at the other end, with its last dot; empty when the link has ended."""
         self.sent_frames = 0
