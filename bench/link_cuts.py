@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -91,10 +92,17 @@ class _Clients:
     def __init__(self, stack: LoadedStack, storm: Storm, requests: int, seed: int, record: Path) -> None:
         self._storm = storm
         self._urls = [f"http://127.0.0.1:{port}/{NAME}" for port in stack.http_ports]
-        self._numbers = iter(range(requests))
+        self._numbers = self._until_rolled(requests)
         self._seed = seed
         self._record = str(record)
         self._handle = DeploymentHandle(NAME, "default").options(method_name="call")
+
+    def _until_rolled(self, requests: int) -> Iterator[int]:
+        """So many, and more until replicas have rolled once."""
+        for number in itertools.count():
+            if number >= requests and self._storm.rolls:
+                return
+            yield number
 
     async def run(self) -> None:
         connector = aiohttp.TCPConnector(limit=0)
@@ -195,9 +203,9 @@ async def storm(
     *,
     nats_cut_every_s: float = NATS_CUT_EVERY_S,
 ) -> Storm:
-    """Send so many requests while everything is cut. ``record`` is a file that does not exist yet.
+    """Send so many requests while everything is cut, and more until replicas have rolled once.
 
-    ``network`` has the stack's front.
+    ``record`` is a file that does not exist yet. ``network`` has the stack's front.
     """
     outcome, name = Storm(), f"v{seed}"
     runtime.use(stack.data_settings(Role.CLIENT))
