@@ -69,6 +69,13 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "shadow_traffic": {"endpoint": "numbers", "backend_tag": "digits-v2", "proportion": 0.1},
     "set_endpoint_options": {"endpoint": "numbers", "options": {"relative_slo_ms": 500}},
     "rollback": {"name": "digits", "to": 3},
+    "start_rollout": {
+        "name": "digits",
+        "version": "v2",
+        "replica_config": {"import_path": "digits:Digits"},
+        "rollout": {"steps": ["shadow 100% 60s", "5%", "50%", "100%"]},
+    },
+    "control_rollout": {"name": "digits", "action": "abort", "reason": "answers look wrong"},
     "set_http_options": {"options": {"access_log": True}},
     "drain_host": {"host_id": "host-1"},
     "undrain_host": {"host_id": "host-1"},
@@ -97,6 +104,7 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "get_history": {"limit": 20},
     "get_revisions": {"name": "digits"},
     "get_backup": {},
+    "get_rollouts": {"name": "digits"},
     "get_schemas": {},
     "wait_for_goal": {"goal_id": "g12", "timeout_s": 30},
     "plan": {"verb": "scale", "request": {"backend_tag": "digits", "num_replicas": 5}},
@@ -106,12 +114,14 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
 _ERRORS: Final[Mapping[str, str]] = {
     "not_found": """
         update_backend_config scale pause_autoscaling resume_autoscaling create_endpoint set_traffic shadow_traffic
-        set_endpoint_options rollback drain_host undrain_host plan get_deployment_info get_backend_config
+        set_endpoint_options rollback start_rollout control_rollout get_rollouts drain_host undrain_host plan
+        get_deployment_info get_backend_config
         get_revisions get_backup wait_for_goal
     """,
     "conflict": """
         deploy delete_deployment deploy_application delete_application create_backend delete_backend plan
         pause_autoscaling resume_autoscaling create_endpoint delete_endpoint set_traffic shadow_traffic rollback
+        start_rollout control_rollout
     """,
     "limit_reached": "wait_for_goal",
     "store_unavailable": "get_history",

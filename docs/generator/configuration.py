@@ -26,6 +26,7 @@ from serve_common.config.backend import (
     RayActorOptions,
     ReplicaConfig,
 )
+from serve_common.config.rollout import RolloutConfig
 
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     ReplicaConfig,
@@ -40,6 +41,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     LoggingConfig,
     EndpointOptions,
     HttpOptions,
+    RolloutConfig,
 )
 """Configuration that is sent to the controller."""
 _IN_PYTHON: Final[tuple[type[msgspec.Struct], ...]] = (HandleOptions, AutoscalingContext, LoadPoint)
@@ -57,7 +59,7 @@ by [environment variables](variables.md).
 
 `ReplicaConfig` is a deployment's code: changing it replaces replicas. `BackendConfig` is how many replicas run and
 how they are treated: changing it replaces none. `EndpointOptions` belong to what traffic is sent to, and
-`HttpOptions` to all proxies.
+`HttpOptions` to all proxies. `RolloutConfig` says how a new version takes over traffic.
 """
 
 _PYTHON_HEAD: Final = """\

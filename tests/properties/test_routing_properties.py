@@ -192,6 +192,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.blocked.add(replica)
         dispatches = self.router.refused(request, replica, reason, self.now)
         assert is_there or not dispatches
+        self.sync_resting()
         self.take(dispatches)
 
     # -- replicas --
@@ -310,6 +311,10 @@ class RouterMachine(RuleBasedStateMachine):
             for tag, slots in self.router.pool.replicas.items()
             if slots.block is not None or slots.is_ejected
         }
+        self.sync_resting()
+
+    def sync_resting(self):
+        """Which ones drain by their own word follows from pauses too."""
         self.resting = {
             tag for tag, slots in self.router.pool.replicas.items() if slots.block is Block.RESTING
         }

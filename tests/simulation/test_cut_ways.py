@@ -25,10 +25,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from serve_common.direct.link import link_token
 from serve_common.dispatch import dispatcher as dispatching
 from serve_common.dispatch.calls import RequestSpec
-from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
+from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.request_body import RequestBody, UploadMemory
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.sockets import SocketMessage
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.nats.options import NotConnected

@@ -23,7 +23,7 @@ from serve_controller.core import (
     placement,
     reconcile,
     replica_reports,
-    rollout,
+    rolling_update,
     scaling,
     snapshots,
 )
@@ -31,7 +31,7 @@ from serve_controller.core.checkpoint import Draft
 from serve_controller.core.commands import changes, decide, deployments
 from serve_controller.core.dirty_set import DirtySet
 from serve_controller.core.objects import Backend, Deployment, HostRecord, ReplicaState
-from serve_controller.core.rollout import old_replicas
+from serve_controller.core.rolling_update import old_replicas
 from serve_controller.shell import control_loop as term
 from serve_controller.shell import observations as hearing
 from serve_controller.shell.boundary import LeadersBoundary
@@ -150,7 +150,7 @@ def _fails_without_going_back(draft: Draft, goal: Any, error: str, now: float, o
 
 def _fails_one_part_only(draft: Draft, goal: Any, error: str, now: float, of: Any) -> None:
     goals.end_goal(draft, goal, goals.GoalStatus.FAILED, now, error)
-    goals._undo(draft, draft.backends[of], error, is_whole=False)
+    goals.undo_backend(draft, draft.backends[of], error, is_whole=False)
 
 
 def _never_lost(state: Any, host_id: Any, now: float, _real: Any = observed.host_status) -> Any:
@@ -231,9 +231,9 @@ Patch = tuple[object, str, object]
 MUTANTS: dict[str, list[Patch]] = {
     "ordinals are given again": [(Draft, "next_ordinal", _reused_ordinals)],
     "a host's generation does not rise": [(Draft, "renew_host_goal", _generation_stays)],
-    "old replicas stop before new ones serve": [(rollout, "stop_old", _stops_old_at_once)],
-    "a goal succeeds before the proxies applied it": [(goals, "_not_applied", lambda *_: "")],
-    "a goal succeeds before the replicas run": [(goals, "_replicas_missing", lambda *_: "")],
+    "old replicas stop before new ones serve": [(rolling_update, "stop_old", _stops_old_at_once)],
+    "a goal succeeds before the proxies applied it": [(goals, "not_applied", lambda *_: "")],
+    "a goal succeeds before the replicas run": [(goals, "replicas_missing", lambda *_: "")],
     "a goal of a drain succeeds at once": [(goals, "_not_drained", lambda *_: "")],
     "a replaced goal is not ended": [(changes, "end_goal", lambda *_: None)],
     "a retry is taken for a new request": [(deployments, "retried", lambda *_: None)],
@@ -262,13 +262,13 @@ MUTANTS: dict[str, list[Patch]] = {
     "a new leader believes whoever reports first": [(observed, "_check_free", _free_when_unknown)],
     "an unhealthy replica is not replaced": [(replica_reports, "_apply_unhealthy", _stays_unhealthy)],
     "a stuck replica is never given up": [(replica_reports, "stuck_at", lambda *_: None)],
-    "surplus replicas are never stopped": [(rollout, "stop_surplus", lambda *_: None)],
+    "surplus replicas are never stopped": [(rolling_update, "stop_surplus", lambda *_: None)],
     "an update surges without limit": [
-        (rollout, "max_surge", _surges_without_limit),
+        (rolling_update, "max_surge", _surges_without_limit),
     ],
-    "versions that replicas still run are forgotten": [(rollout, "_prune_versions", _drops_versions)],
+    "versions that replicas still run are forgotten": [(rolling_update, "_prune_versions", _drops_versions)],
     "all replicas are reconfigured at once": [
-        (rollout, "max_unavailable", _surges_without_limit),
+        (rolling_update, "max_unavailable", _surges_without_limit),
     ],
     "hosts are given more than they have": [(placement.Ledger, "free", _takes_every_room)],
     "snapshots that the bucket lacks are not published": [(reconcile, "_bucket_actions", lambda *_: [])],

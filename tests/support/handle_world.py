@@ -21,9 +21,10 @@ from muster.handles import (
 from muster.handles import handle as handle_module
 from muster.handles.calls import HandleCall
 from muster.handles.router import HandleRouter
-from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
+from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, replica_tag
 from serve_common.protocol.frames import BodyHead, Head, RequestHead, ResponseHead, decode_frame, encode_frame

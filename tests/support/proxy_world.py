@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from serve_common.dispatch.calls import RequestSpec
-from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
+from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag

@@ -12,10 +12,11 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from serve_common.clock import SystemClock
-from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
+from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.request_body import UploadMemory
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import BusUnavailable
 from serve_common.nats.connection import BusConnection, Inbox
@@ -130,6 +131,7 @@ class Proxy:
             metrics_url=lambda: metrics_url(
                 settings.operations, self.operations.port, self._control_plane.local_host
             ),
+            request_counts=routes.request_counts,
         )
 
         self._tracing = open_tracing(settings.tracing, "muster-proxy", settings.proxy_id)

@@ -15,8 +15,9 @@ from serve_common.api.commands import ChangeReply, Command
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
-from serve_common.protocol.reports import HostReport, ProxyReport
+from serve_common.protocol.reports import HostReport, ProxyReport, RequestCounts
 from serve_common.protocol.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
+from serve_common.routing.request_counts import RequestCounter
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import decide
 from serve_controller.core.commands.changes import Accepted
@@ -61,6 +62,8 @@ class Loop:
         self.missing_middlewares: set[str] = set()
         """Of these, proxies say that they cannot be imported."""
         self.bucket: dict[str, Snapshot] = {}
+        self.request_counts: dict[BackendTag, RequestCounter] = {}
+        """What the first proxy counts of backends that are judged."""
         self.sequence = 0
         self.is_checked = is_checked
         self.remembered = Remembered()
@@ -139,8 +142,17 @@ class Loop:
                 applied_snapshot_id=self.proxies[proxy_id],
                 http_error="" if refused is None else "cannot be imported",
                 http_error_snapshot_id=0 if refused is None else refused,
+                request_counts=self._request_counts() if proxy_id == next(iter(self.proxies)) else {},
             )
             self.on_report(report)
+
+    def _request_counts(self) -> dict[BackendTag, RequestCounts]:
+        contents = [snapshot.content for snapshot in self.bucket.values()]
+        judged = {c.backend_tag for c in contents if isinstance(c, BackendSnapshot) and c.is_judged}
+        self.request_counts = {
+            tag: self.request_counts.get(tag) or RequestCounter() for tag in sorted(judged)
+        }
+        return {tag: counts.report() for tag, counts in self.request_counts.items()}
 
     def _refused_http(self, applied: int) -> int | None:
         for snapshot in self.bucket.values():

@@ -8,12 +8,13 @@ from serve_common.api.views import GoalStatus
 from serve_common.names import HostId, ReplicaTag
 from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
-from serve_controller.core.checkpoint import Checkpoint, in_units
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.host_load import in_units
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import resource_needs
 from serve_controller.core.reconcile import PublishSnapshot, ReconcilePlan, SendHostGoal
-from serve_controller.core.rollout import max_surge
+from serve_controller.core.rolling_update import max_surge
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TRANSITIONS, WANTED
 
 

@@ -52,6 +52,7 @@ COMMANDS: Final = {
     "update": _Command(_DEPLOY, "backend", "update"),
     "scale": _Command(_DEPLOY, "deployments", "scale"),
     "rollback": _Command(_DEPLOY, "deployments", "rollback"),
+    "rollout": _Command(_DEPLOY, "rollouts", "app"),
     "revisions": _Command(_DEPLOY, "history", "revisions"),
     "delete": _Command(_DEPLOY, "deployments", "delete"),
     "call": _Command(_DEPLOY, "deployments", "call"),

@@ -24,9 +24,10 @@ import structlog
 from muster.handles.calls import HandleCall
 from muster.handles.router import BUCKET_WAIT_S, DISCONNECTED, HandleRouter
 from muster.library_logs import use_library_logs
-from serve_common.dispatch.dispatcher import Dispatcher, RequestTimers
+from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.identities.roles import Role, inbox_prefix

@@ -6,12 +6,14 @@ must not be silently ignored. Every command is idempotent: sending it again has 
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
 from serve_common.api.views import PlanView
 from serve_common.config.backend import METHODS, BackendConfig, EndpointOptions, ReplicaConfig
+from serve_common.config.rollout import RolloutConfig
 from serve_common.names import GoalId
 
 Reply_co = TypeVar("Reply_co", covariant=True)
@@ -271,6 +273,60 @@ class Rollback(Command[ChangeReply], frozen=True, kw_only=True):
     """A version's name, or a revision's number (`GetRevisions`). None: the last to succeed before the current one."""
     request_id: str | None = None
     """Id of one change, as in `Deploy`."""
+
+
+class StartRollout(Command[ChangeReply], frozen=True, kw_only=True):
+    """Roll out a new version of a deployment or backend that runs: it takes over traffic step by step, and is judged.
+
+    The goal succeeds once the new version has taken the place of the old one, and fails when the rollout is aborted.
+    """
+
+    verb = "start_rollout"
+    name: str
+    """Name of the deployment, or tag of the backend."""
+    replica_config: dict[str, Any] = {}
+    """Fields of `ReplicaConfig` that the new version changes."""
+    backend_config: dict[str, Any] = {}
+    """Fields of `BackendConfig` that the new version changes."""
+    version: str | None = None
+    """The user's name for the code."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Steps and limits."""
+    again: bool = False
+    """Whether to try a version that was aborted a short time ago."""
+    request_id: str | None = None
+    """Id of one change, as in `Deploy`."""
+
+
+class RolloutAction(Enum):
+    """What to do with a rollout."""
+
+    PAUSE = "pause"
+    """Stay at the present step. A version that is shown to be worse is still aborted."""
+    RESUME = "resume"
+    STEP = "step"
+    """Let the present step pass, whatever was shown so far."""
+    PROMOTE = "promote"
+    """Go to the last step."""
+    ABORT = "abort"
+    """Give all requests back to the old version."""
+
+
+class ControlRollout(Command[ChangeReply], frozen=True, kw_only=True):
+    """Pause, resume, promote or abort a rollout, or let its present step pass.
+
+    Only a promotion has a goal to wait for: that of the rollout.
+    """
+
+    verb = "control_rollout"
+    name: str
+    """Name of the deployment, or tag of the backend."""
+    action: RolloutAction
+    """What to do."""
+    step: int | None = None
+    """Number of the step, from 0, that this is about: at another one nothing is done. None: whichever it is."""
+    reason: str = ""
+    """Why, for the history and the event of an abort."""
 
 
 class SetHttpOptions(Command[ChangeReply], frozen=True, kw_only=True):

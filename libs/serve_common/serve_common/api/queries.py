@@ -16,6 +16,7 @@ import msgspec
 from serve_common.api import commands
 from serve_common.api import views as v
 from serve_common.api.commands import Command, Reply_co, Request
+from serve_common.api.rollout_views import RolloutView
 from serve_common.config.backend import HttpOptions
 from serve_common.names import GoalId
 
@@ -120,6 +121,15 @@ class GetAutoscaling(PagedQuery[list[v.AutoscalingView]], frozen=True, kw_only=T
 
     verb = "get_autoscaling"
     ordered_by = "backend_tag"
+
+
+class GetRollouts(PagedQuery[list[RolloutView]], frozen=True, kw_only=True):
+    """List the rollouts: of each deployment the present one, or the last."""
+
+    verb = "get_rollouts"
+    ordered_by = "backend_tag"
+    name: str | None = None
+    """Only that of this deployment or backend; None: all."""
 
 
 class GetLoad(Query[v.LoadView], frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from serve_common.protocol.frames import (
 )
 from serve_common.protocol.streams import IncomingStream, OutgoingStream, WholeBody
 from serve_common.routing.queues import Dispatch, Refusal, RequestKey
+from serve_common.routing.request_counts import RequestCounter
 from serve_common.routing.router import Router
 from serve_common.telemetry.request_traces import RequestObserver
 
@@ -228,6 +229,8 @@ class Call:
         "_on_reply",
         "attempt",
         "is_suspect",
+        "judged_by",
+        "judged_since",
         "key",
         "lost_attempts",
         "lost_with",
@@ -276,6 +279,9 @@ class Call:
         """True when it may have killed one of them, and healthy ones were left (`Router.submit`)."""
         self.reconnect_deadline = 0.0
         self.was_admitted = False
+        self.judged_by: RequestCounter | None = None
+        """Counts what becomes of it, where its backend takes part in a rollout."""
+        self.judged_since = 0.0
         self._on_reply = on_reply
         self._on_no_responders = on_no_responders
 

@@ -18,6 +18,7 @@ from serve_common.dispatch.recovery import LostRequests
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backend_tag
+from serve_common.protocol.reports import RequestCounts
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import Subjects, backend_key, endpoint_key
 from serve_common.routing.queues import Clock, Queued, QueueFull, SendTo
@@ -106,6 +107,14 @@ class Routes:
 
     def _is_gone(self, backend_tag: BackendTag) -> bool:
         return backend_tag not in self.routers and self._snapshots.is_gone(backend_key(backend_tag))
+
+    def request_counts(self) -> dict[BackendTag, RequestCounts]:
+        """What became of the requests of the backends that take part in a rollout."""
+        return {
+            tag: router.request_counts.report()
+            for tag, router in self.routers.items()
+            if router.request_counts is not None
+        }
 
     def orphans(self) -> list[BackendTag]:
         """Backends that have a router, but neither a snapshot nor an endpoint that may send to them."""
@@ -377,6 +386,8 @@ class RequestPlacement:
         if router is None:
             wanted = "backend" if spec.backend_tag is None else f"backend {spec.backend_tag!r}"
             return NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no {wanted}")
+        if router.request_counts is not call.judged_by:
+            call.judged_by, call.judged_since = router.request_counts, call.judged_since or self._loop.time()
         if router.circuit.is_open or router.is_stopped:
             refusal = self._check_refusal(call, router)
             if refusal is not None:

@@ -25,6 +25,9 @@ REPLICAS_MAX = 50_000
 MISSING_CODE_MAX = 100
 """Digests of missing code in one report; the others follow."""
 _RESOURCES_MAX = 1_000
+_BUCKETS_MAX = 256
+JUDGED_MAX = 1_000
+"""Backends whose request_counts are in one report."""
 
 
 ENCODING: Final = "encoding"
@@ -147,6 +150,20 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of code that it waits for and that the bucket of code lacks."""
 
 
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of the requests of one backend so far, as one router counted them."""
+
+    successes: Count = 0
+    """Responses with a status below 400."""
+    client_errors: Count = 0
+    """Responses with a status of 400 to 499."""
+    errors: Count = 0
+    """Responses with a status of 500 and above, and requests that got none."""
+    times: Annotated[dict[Count, Count], Meta(max_length=_BUCKETS_MAX)] = {}
+    """Number of requests by the time until the end of their response, or until their client left, in the buckets of
+    `routing.request_counts`; without failed ones and WebSockets."""
+
+
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """One proxy's state, sent about every second and at once on change.
 
@@ -174,6 +191,8 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     that share a port report the same. Empty: it cannot be scraped."""
     leaving: bool = False
     """True when it drains and takes no new requests; goals no longer wait for it."""
+    request_counts: Annotated[dict[BackendTag, RequestCounts], Meta(max_length=JUDGED_MAX)] = {}
+    """Counts of the backends whose snapshots say that they are judged, since this process knows them."""
 
 
 class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,8 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     """It was scaled to zero: a router with waiting requests should send a `Wake`."""
     is_stopped: bool = False
     """It has no replicas and will get none before a user's change: requests are refused at once."""
+    is_judged: bool = False
+    """It takes part in a rollout: proxies report what becomes of its requests."""
     code_versions: dict[ReplicaTag, Count] = {}
     """Code version of each replica while more than one runs; empty when all run the same one."""
 

@@ -38,6 +38,7 @@ from serve_common.routing.replica_choice import (
     choose_by_affinity,
 )
 from serve_common.routing.replica_pool import ReplicaPool
+from serve_common.routing.request_counts import RequestCounter
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()
@@ -89,6 +90,8 @@ class Router:
         """True when a user set zero replicas: no waiting request will be answered."""
         self.wake_signal: Final = WakeSignal()
         """State of the wake messages while it is asleep."""
+        self.request_counts: RequestCounter | None = None
+        """What became of its requests, while it takes part in a rollout; maintained by callers."""
         self._rng = rng
         self._policy: ReplicaPolicy = build_policy(
             self.protection.replica_policy, self.protection.packing_num
@@ -349,6 +352,7 @@ class Router:
                 died += requests
         self._set_scaled_to_zero(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
         self.is_stopped = snapshot.is_stopped and not snapshot.replicas
+        self.request_counts = (self.request_counts or RequestCounter()) if snapshot.is_judged else None
         are_others_left = not known.isdisjoint(self.pool.replicas)
         unanswered = [request for slots in leaving for request in sorted(slots.requests)]
         return Applied(self._dispatch_waiting(), lost, frozenset(died), unanswered, are_others_left)

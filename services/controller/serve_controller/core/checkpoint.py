@@ -10,7 +10,7 @@ search. `Draft.put` and `Draft.delete` maintain them together with the objects, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from immutables import Map
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import HttpOptions
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_backend_tag
+from serve_controller.core.host_load import NO_LOAD, HostLoad, changed_load
 from serve_controller.core.objects import (
     Application,
     Backend,
@@ -41,49 +42,7 @@ from serve_controller.core.objects import (
     get_goal_id,
     get_key,
 )
-from serve_controller.core.transitions import IN_HOST_GOAL, WANTED
-
-UNITS: Final = 10_000
-"""Ray counts resources in steps of 0.0001."""
-
-
-def in_units(amount: float) -> int:
-    """An amount of a resource as a whole number of Ray's steps."""
-    return round(amount * UNITS)
-
-
-class HostLoad(msgspec.Struct, frozen=True):
-    """Capacity taken on a host.
-
-    It is an index, because placing one replica must not scan all others, and it counts in whole numbers, because a sum
-    that is changed thousands of times must stay exact.
-    """
-
-    taken: Map[str, int] = Map()
-    """Units of each resource, including those of replicas that are still stopping."""
-    goal_bytes: int = 0
-    """Size of the replicas in the host's goal."""
-    num_wanted: int = 0
-    """Replicas that should run there."""
-
-
-def changed_load(load: HostLoad, replica: Replica, sign: int) -> HostLoad:
-    """``load`` with the replica's share added (1) or taken away (-1)."""
-    taken = load.taken
-    for name, amount in replica.needs.items():
-        units = taken.get(name, 0) + sign * in_units(amount)
-        taken = taken.set(name, units) if units else taken.delete(name) if name in taken else taken
-    return HostLoad(
-        taken,
-        load.goal_bytes + (sign * replica.goal_bytes if replica.state in IN_HOST_GOAL else 0),
-        load.num_wanted + (sign if replica.state in WANTED else 0),
-    )
-
-
-def fits(free: Mapping[str, int], needs: Mapping[str, float]) -> bool:
-    """Whether ``needs`` can be taken from ``free`` units."""
-    return all(free.get(name, 0) >= in_units(amount) for name, amount in needs.items())
-
+from serve_controller.core.rollouts.record import Rollout
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -106,13 +65,11 @@ def delete_in(outer: Map[Any, Map[K, V]], name: Any, key: K) -> Map[Any, Map[K, 
     return outer.set(name, inner) if inner else outer.delete(name)
 
 
-NO_LOAD = HostLoad()
-
-
 class Indices:
     """Maps derived from a checkpoint's objects; maintained by the functions below."""
 
     __slots__ = (
+        "active_rollouts",
         "by_host",
         "loads",
         "owners",
@@ -138,6 +95,8 @@ class Indices:
         """Endpoints that send or copy requests to a backend, or may do so again when a goal fails."""
         self.unplaced: Map[BackendTag, int] = Map()
         """Number of replicas that wait for a host, by backend."""
+        self.active_rollouts: Map[BackendTag, None] = Map()
+        """Rollouts that have not ended."""
 
     def get_load(self, host_id: HostId) -> HostLoad:
         """Capacity taken on a host."""
@@ -204,6 +163,14 @@ def index_endpoint(indices: Indices, before: EndpointRecord | None, after: Endpo
             indices.used_by = put_in(indices.used_by, tag, after.endpoint_tag, None)
 
 
+def index_rollout(indices: Indices, tag: BackendTag, *, is_active: bool) -> None:
+    """Index a rollout that was changed or deleted."""
+    active = indices.active_rollouts
+    indices.active_rollouts = (
+        active.set(tag, None) if is_active else active.delete(tag) if tag in active else active
+    )
+
+
 class Checkpoint(Indices):
     """All objects by key, with indices. Never changed in place (but for a `Draft`): `applied` makes the next one."""
 
@@ -220,6 +187,7 @@ class Checkpoint(Indices):
         "proxies",
         "replicas",
         "revisions",
+        "rollouts",
         "snapshots",
     )
 
@@ -232,6 +200,7 @@ class Checkpoint(Indices):
         self.applications: Map[str, Application] = Map()
         self.build_failures: Map[str, BuildFailure] = Map()
         """By the name of the application."""
+        self.rollouts: Map[BackendTag, Rollout] = Map()
         self.revisions: Map[BackendTag, Map[int, Revision]] = Map()
         self.replicas: Map[BackendTag, Map[ReplicaTag, Replica]] = Map()
         """By backend, because every decision is about one backend's replicas."""
@@ -258,6 +227,7 @@ class Checkpoint(Indices):
         yield from self.deployments.values()
         yield from self.applications.values()
         yield from self.build_failures.values()
+        yield from self.rollouts.values()
         for revisions in self.revisions.values():
             yield from revisions.values()
         for replicas in self.replicas.values():
@@ -299,6 +269,8 @@ class Checkpoint(Indices):
                 return self.applications.get(name)
             case ObjectKind.BUILD_FAILURE:
                 return self.build_failures.get(name)
+            case ObjectKind.ROLLOUT:
+                return self.rollouts.get(BackendTag(name))
             case ObjectKind.REVISION:
                 tag, _, number = name.rpartition("@")
                 return self.revisions.get(BackendTag(tag), Map()).get(int(number))
@@ -354,6 +326,9 @@ class Draft(Checkpoint):
                 self.applications = self.applications.set(value.name, value)
             case BuildFailure():
                 self.build_failures = self.build_failures.set(value.name, value)
+            case Rollout():
+                index_rollout(self, value.backend_tag, is_active=value.is_active)
+                self.rollouts = self.rollouts.set(value.backend_tag, value)
             case Revision():
                 self.revisions = put_in(self.revisions, value.backend_tag, value.revision, value)
             case Replica():
@@ -391,6 +366,9 @@ class Draft(Checkpoint):
                 self.applications = self.applications.delete(before.name)
             case BuildFailure():
                 self.build_failures = self.build_failures.delete(before.name)
+            case Rollout():
+                index_rollout(self, before.backend_tag, is_active=False)
+                self.rollouts = self.rollouts.delete(before.backend_tag)
             case Revision():
                 self.revisions = delete_in(self.revisions, before.backend_tag, before.revision)
             case Replica():

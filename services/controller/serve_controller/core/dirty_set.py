@@ -36,6 +36,7 @@ from serve_controller.core.observed import (
     is_proxy_live,
     silent_at,
 )
+from serve_controller.core.rollouts.record import Rollout, baseline_tag, canary_tag
 
 
 class DirtySet(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,9 @@ def dirty_by_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChang
                 backends.add(value.tag)
             case Application():
                 backends.update(value.target.deployments)
+            case Rollout():
+                tag = value.backend_tag
+                backends.update((tag, canary_tag(tag), baseline_tag(tag)))
             case Replica():
                 backends.add(value.backend_tag)
                 if value.host_id is not None:

@@ -40,6 +40,8 @@ from serve_controller.core.objects import (
     parse_number,
 )
 from serve_controller.core.observed import ObservedState
+from serve_controller.core.rollouts.events import rollout_changes
+from serve_controller.core.rollouts.record import Rollout
 from serve_controller.core.transitions import WANTED
 from serve_controller.core.views.hosts import view_goal
 
@@ -162,6 +164,11 @@ class _EventCollector:
                     self._add((_PROXY, value.proxy_id, 0), "proxy", "live", "is heard of: goals wait for it")
             case Backend():
                 self._backend(self._before.backends.get(value.backend_tag), value)
+            case Rollout():
+                known_rollout = self._before.rollouts.get(value.backend_tag)
+                for state, message in rollout_changes(known_rollout, value):
+                    sort_key = (_BACKEND, value.backend_tag, 0)
+                    self._add(sort_key, "rollout", state, message, goal_id=value.goal_id)
             case Replica():
                 known = self._before.get_replicas(value.backend_tag).get(value.replica_tag)
                 if known is None or known.state is not value.state:

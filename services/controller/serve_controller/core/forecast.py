@@ -36,7 +36,7 @@ from serve_controller.core.objects import (
 )
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import Ledger, Placer
-from serve_controller.core.rollout import stop_rank
+from serve_controller.core.rolling_update import stop_rank
 from serve_controller.core.transitions import ROUTED, WANTED
 
 
@@ -235,7 +235,7 @@ class _BackendPlan:
         return [*self.starts, *self.stops, *self._reconfigured]
 
     def _plan_target(self, known: Backend | None, backend: Backend) -> None:
-        """Plan for the new target, by the rules of the rollout."""
+        """Plan for the new target, by the rules of a rolling update."""
         target = backend.target
         stay: list[Replica] = []
         num_moved = 0

@@ -98,7 +98,8 @@ def goal_failing_with(draft: Checkpoint, backend: Backend) -> Goal | None:
     goal = pending_goal(draft, backend.backend_tag)
     if goal is None or backend.deleting or backend.backend_tag in deployments_removed_by(draft, goal):
         return None
-    return goal
+    # A rollout is aborted instead, and its goal fails once no request goes to the new version.
+    return None if goal.kind is GoalKind.ROLLOUT else goal
 
 
 def owned_application(draft: Checkpoint, goal: Goal) -> Application | None:
@@ -142,7 +143,7 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
             draft.put(msgspec.structs.replace(backend, deleting=True, last_error=reason))
             draft.delete((ObjectKind.ENDPOINT, tag))
         else:
-            _undo(draft, backend, reason[-ERROR_LENGTH_MAX:], is_whole=whole)
+            undo_backend(draft, backend, reason[-ERROR_LENGTH_MAX:], is_whole=whole)
     for endpoint_tag in owned_endpoints(goal):
         _undo_endpoint(draft, endpoint_tag)
 
@@ -173,7 +174,7 @@ def _undo_endpoint(draft: Draft, tag: EndpointTag) -> None:
     draft.put(msgspec.structs.replace(endpoint, target=target))
 
 
-def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
+def undo_backend(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
     """Make the last good version the target again, or halt the backend when there is none.
 
     This is a change like any other and not simply the former state: replicas of the failed version may serve, and hosts
@@ -228,6 +229,9 @@ def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
 
     Whether anything is missing and what is missing are one question, so the text names exactly what blocks the goal.
     """
+    rollout = draft.rollouts.get(BackendTag(goal.subject)) if goal.kind is GoalKind.ROLLOUT else None
+    if rollout is not None and rollout.is_active:
+        return rollout.progress
     left_out = deployments_removed_by(draft, goal)
     for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
@@ -237,14 +241,14 @@ def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
                 stuck = sorted({r.message for r in draft.get_replicas(tag).values() if r.message})[:1]
                 return "; ".join([f"{left} replicas of {tag} still stop", *stuck])
         elif tag not in left_out:
-            message = _replicas_missing(draft, backend)
+            message = replicas_missing(draft, backend)
             if message:
                 return message
     if goal.kind is GoalKind.DRAIN:
         message = _not_drained(draft, HostId(goal.subject))
         if message:
             return message
-    return _not_applied(draft, observed, goal)
+    return not_applied(draft, observed, goal.owns)
 
 
 def _not_drained(draft: Checkpoint, host_id: HostId) -> str:
@@ -256,7 +260,8 @@ def _not_drained(draft: Checkpoint, host_id: HostId) -> str:
     return "; ".join([f"{len(left)} replicas are still on it", *sorted(waiting)[:2]])
 
 
-def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
+def replicas_missing(draft: Checkpoint, backend: Backend) -> str:
+    """What is missing until all wanted replicas run the target and no older one serves; empty when nothing is."""
     replicas = list(draft.get_replicas(backend.backend_tag).values())
     wanted, target, retained = backend.num_wanted, backend.target, backend.retained
     good = {v.config_version for v in (target, retained) if v is not None}
@@ -282,8 +287,9 @@ def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
     return "; ".join(parts)
 
 
-def _not_applied(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
-    records = [draft.snapshots.get(key) for key in goal.owns]
+def not_applied(draft: Checkpoint, observed: ObservedState, keys: Iterable[str]) -> str:
+    """Which of the recorded snapshots some live proxy has yet to apply; empty when all have."""
+    records = [draft.snapshots.get(key) for key in keys]
     needed = max((r.snapshot.snapshot_id for r in records if r is not None), default=0)
     bucket = observed.bucket
     if bucket is None:
@@ -367,7 +373,7 @@ def _mark_good(draft: Draft, goal: Goal, now: float) -> None:
     for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
-            _mark_backend_good(draft, backend, goal, now)
+            mark_backend_good(draft, backend, goal, now)
     if goal.kind is GoalKind.HTTP and draft.http is not None:
         draft.put(msgspec.structs.replace(draft.http, last_good=draft.http.target))
 
@@ -404,7 +410,8 @@ def _mark_endpoint_good(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> N
         draft.put(msgspec.structs.replace(endpoint, last_good=reached))
 
 
-def _mark_backend_good(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
+def mark_backend_good(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
+    """Record a backend's target as its last good version, and as a revision where it is another one."""
     former, others = backend.last_good, backend.others
     replicas = draft.get_replicas(backend.backend_tag).values()
     if former is not None and any(r.config_version == former.config_version for r in replicas):

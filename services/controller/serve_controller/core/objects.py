@@ -19,6 +19,7 @@ from serve_common.config.runtime_env import setup_seconds
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_ordinal
 from serve_common.protocol.reports import ReplicaRank
 from serve_common.protocol.snapshots import Snapshot
+from serve_controller.core.rollouts.record import Rollout
 
 
 class ReplicaState(Enum):
@@ -262,6 +263,8 @@ class GoalKind(Enum):
     """The options of all proxies."""
     DRAIN = "drain"
     """One host."""
+    ROLLOUT = "rollout"
+    """One rollout, with the backends of its canary and its baseline."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -347,6 +350,7 @@ CheckpointObject = (
     | Deployment
     | Application
     | BuildFailure
+    | Rollout
     | Revision
     | Replica
     | Goal
@@ -366,6 +370,7 @@ class ObjectKind(Enum):
     DEPLOYMENT = "deployment"
     APPLICATION = "application"
     BUILD_FAILURE = "build_failure"
+    ROLLOUT = "rollout"
     REVISION = "revision"
     REPLICA = "replica"
     GOAL = "goal"
@@ -388,6 +393,7 @@ CLASSES: Final[Mapping[ObjectKind, type[CheckpointObject]]] = {
     ObjectKind.DEPLOYMENT: Deployment,
     ObjectKind.APPLICATION: Application,
     ObjectKind.BUILD_FAILURE: BuildFailure,
+    ObjectKind.ROLLOUT: Rollout,
     ObjectKind.REVISION: Revision,
     ObjectKind.REPLICA: Replica,
     ObjectKind.GOAL: Goal,
@@ -417,6 +423,8 @@ def get_key(value: CheckpointObject) -> Key:  # noqa: C901, PLR0912 - a table
             return ObjectKind.APPLICATION, value.name
         case BuildFailure():
             return ObjectKind.BUILD_FAILURE, value.name
+        case Rollout():
+            return ObjectKind.ROLLOUT, value.backend_tag
         case Revision():
             return ObjectKind.REVISION, revision_name(value.backend_tag, value.revision)
         case Replica():

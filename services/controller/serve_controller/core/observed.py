@@ -16,7 +16,7 @@ from immutables import Map
 from serve_common.errors import BadField, LimitReached
 from serve_common.names import HostId, ProxyId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
-from serve_controller.core.checkpoint import in_units
+from serve_controller.core.host_load import in_units
 
 HOST_SUSPECT_AFTER_S = 3.0
 """Seconds of silence (three missed reports) after which nothing new is placed on a host."""

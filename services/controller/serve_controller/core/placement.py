@@ -14,7 +14,8 @@ import msgspec
 
 from serve_common.config.backend import BackendConfig, Placement
 from serve_common.names import BackendTag, HostId
-from serve_controller.core.checkpoint import UNITS, Checkpoint, fits, in_units
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.host_load import UNITS, fits, in_units
 from serve_controller.core.objects import BackendVersion, Replica
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
 

@@ -36,7 +36,8 @@ from serve_controller.core.observed import (
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import apply_reports
 from serve_controller.core.restored import adopt_replicas
-from serve_controller.core.rollout import check_again_at, roll
+from serve_controller.core.rolling_update import check_again_at, roll
+from serve_controller.core.rollouts.advance import advance_rollout
 from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import forget_tombstones, renew_snapshots, void_last
 from serve_controller.core.transitions import IN_HOST_GOAL
@@ -219,6 +220,7 @@ def reconcile(
         scope.backends.union(BackendTag(name) for kind, name in touched if kind is ObjectKind.BACKEND),
     )
     void_last(draft, observed.bucket, epoch)
+    _advance_rollouts(draft, observed, due, now)
     complete_reached_goals(draft, observed, _goals_in(draft, scope), now)
     if dirty_set.gc:
         gc(draft, observed, now)
@@ -278,6 +280,14 @@ def _reconcile_backends(
     for tag in sorted(scope.backends):
         guarded(tag, advance)
     return faults
+
+
+def _advance_rollouts(draft: Draft, observed: ObservedState, due: list[DueTime], now: float) -> None:
+    """Advance all rollouts, whatever the scope: there are few, and what proxies count of them is always new."""
+    for tag in sorted(draft.active_rollouts):
+        at = advance_rollout(draft, observed, tag, now)
+        if at is not None:
+            due.append(DueTime(at, ("backend", tag)))
 
 
 def _update_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None:

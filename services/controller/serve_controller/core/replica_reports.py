@@ -1,6 +1,6 @@
 """Updates one backend's replicas from the hosts' reports.
 
-Why apart from the rollout: this module only follows reality (what runs, failed, died, is gone, is stuck), the rollout
+Why apart from the rolling update: this module only follows reality (what runs, failed, died, is gone, is stuck), that
 only decides what should be. The result of both is recorded before anything is done.
 """
 

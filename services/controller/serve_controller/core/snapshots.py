@@ -7,6 +7,7 @@ router must never learn of it. A snapshot gets its durable id in the same change
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -34,7 +35,10 @@ from serve_controller.core.objects import (
     ReplicaState,
     SnapshotRecord,
 )
+from serve_controller.core.rollouts.record import Rollout, rolled_out, split_traffic
 from serve_controller.core.transitions import DRAINING, ROUTED
+
+NO_ROLLOUTS: Final[Mapping[BackendTag, Rollout]] = MappingProxyType({})
 
 
 def taken_over(
@@ -122,21 +126,26 @@ _PROTECTION: Final = BackendSnapshot(
 ).protection
 
 
-def derive_endpoint(endpoint: EndpointRecord) -> EndpointSnapshot:
-    """The snapshot of an endpoint."""
+def derive_endpoint(
+    endpoint: EndpointRecord, rollouts: Mapping[BackendTag, Rollout] = NO_ROLLOUTS
+) -> EndpointSnapshot:
+    """The snapshot of an endpoint; ``rollouts`` are those of its backends."""
+    traffic, shadows = endpoint.target.traffic, endpoint.target.shadows
+    if rollouts:
+        traffic, shadows = split_traffic(traffic, shadows, rollouts)
     return EndpointSnapshot(
         endpoint_tag=endpoint.endpoint_tag,
         route=endpoint.target.route,
         methods=endpoint.target.methods,
-        traffic=endpoint.target.traffic,
-        shadows=endpoint.target.shadows,
+        traffic=traffic,
+        shadows=shadows,
         options=_OPTIONS if endpoint.target.options == _OPTIONS else endpoint.target.options,
         is_ingress=endpoint.target.is_ingress,
     )
 
 
-def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot:
-    """The snapshot of a backend."""
+def derive_backend(backend: Backend, replicas: list[Replica], *, is_judged: bool = False) -> BackendSnapshot:
+    """The snapshot of a backend; ``is_judged`` while it takes part in a rollout."""
 
     def tags(states: frozenset[ReplicaState]) -> list[ReplicaTag]:
         return sorted(r.replica_tag for r in replicas if r.state in states)
@@ -152,6 +161,7 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
         can_wake=backend.autoscaling is not None and backend.num_wanted == 0,
         is_stopped=backend.halted
         or (backend.autoscaling is None and config.num_replicas == 0 and not backend.deleting),
+        is_judged=is_judged,
         code_versions=_code_versions([r for r in replicas if r.state in ROUTED]),
     )
 
@@ -179,19 +189,11 @@ def renew_snapshots(
     backend_tags = set(backends)
     endpoint_tags = {*endpoints, *(e for tag in backend_tags for e in draft.used_by.get(tag, {}))}
     for tag in backend_tags:
-        backend = draft.backends.get(tag)
-        replicas = list(draft.get_replicas(tag).values())
-        contents[backend_key(tag)] = None if backend is None else derive_backend(backend, replicas)
-        if backend is None:
+        contents[backend_key(tag)] = _backend_content(draft, tag)
+        if tag not in draft.backends:
             endpoint_tags.add(EndpointTag(tag))
     for endpoint_tag in endpoint_tags:
-        endpoint = draft.endpoints.get(endpoint_tag)
-        leads_somewhere = endpoint is not None and any(
-            tag in draft.backends for tag in endpoint.target.traffic
-        )
-        contents[endpoint_key(endpoint_tag)] = (
-            derive_endpoint(endpoint) if endpoint is not None and leads_somewhere else None
-        )
+        contents[endpoint_key(endpoint_tag)] = _endpoint_content(draft, endpoint_tag)
     contents[HTTP_KEY] = http_snapshot(draft)
     # Backends before endpoints: a router that receives an endpoint already knows its backends. And the other way round
     # for deletions. An endpoint that gives up a route comes after the one that takes it over: one always has it.
@@ -201,6 +203,39 @@ def renew_snapshots(
     for key in sorted((key for key, content in contents.items() if content is None), reverse=True):
         if key in draft.snapshots:
             _renew(draft, key, None, epoch)
+
+
+def _backend_content(draft: Checkpoint, tag: BackendTag) -> BackendSnapshot | None:
+    backend = draft.backends.get(tag)
+    if backend is None:
+        return None
+    is_judged = bool(draft.active_rollouts) and rolled_out(tag) in draft.active_rollouts
+    return derive_backend(backend, list(draft.get_replicas(tag).values()), is_judged=is_judged)
+
+
+def _endpoint_content(draft: Checkpoint, tag: EndpointTag) -> EndpointSnapshot | None:
+    endpoint = draft.endpoints.get(tag)
+    if endpoint is None or not any(to in draft.backends for to in endpoint.target.traffic):
+        return None
+    rollouts = (
+        {to: draft.rollouts[to] for to in endpoint.target.traffic if to in draft.active_rollouts}
+        if draft.active_rollouts
+        else NO_ROLLOUTS
+    )
+    return derive_endpoint(endpoint, rollouts)
+
+
+def is_renewed(draft: Checkpoint, backends: Iterable[BackendTag], endpoints: Iterable[EndpointTag]) -> bool:
+    """Whether the recorded snapshots of these say what the draft says."""
+    contents: dict[str, SnapshotContent | None] = {
+        **{backend_key(tag): _backend_content(draft, tag) for tag in backends},
+        **{endpoint_key(tag): _endpoint_content(draft, tag) for tag in endpoints},
+    }
+    for key, content in contents.items():
+        known = draft.snapshots.get(key)
+        if (None if known is None else known.snapshot.content) != content:
+            return False
+    return True
 
 
 def http_snapshot(draft: Checkpoint) -> HttpSnapshot | None:

@@ -25,7 +25,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
 from serve_controller.core.forecast import forecast
-from serve_controller.core.views import backends, deployments, hosts
+from serve_controller.core.views import backends, deployments, hosts, rollouts
 from serve_controller.core.views.hosts import checked_limit
 from serve_controller.shell.control_loop import Term
 
@@ -116,6 +116,8 @@ class QueryApi:
                 return self._status(term, query)
             case q.GetAutoscaling():
                 return backends.view_autoscaling(checkpoint, term.autoscaling, now, query)
+            case q.GetRollouts():
+                return rollouts.view_rollouts(checkpoint, query)
             case q.GetLoad():
                 return await self._load(term)
             case q.GetSnapshot():

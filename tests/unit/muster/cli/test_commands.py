@@ -22,6 +22,7 @@ from muster.cli.parsing import group_text
 from muster.client.requests import UnknownError
 from serve_common.api.commands import (
     ChangeReply,
+    ControlRollout,
     CreateBackend,
     CreateEndpoint,
     DeleteApplication,
@@ -34,6 +35,7 @@ from serve_common.api.commands import (
     Request,
     ResumeAutoscaling,
     Rollback,
+    RolloutAction,
     Scale,
     SetEndpointOptions,
     SetHttpOptions,
@@ -41,6 +43,7 @@ from serve_common.api.commands import (
     ShadowTraffic,
     Shutdown,
     ShutdownReply,
+    StartRollout,
     UndrainHost,
     UpdateBackendConfig,
 )
@@ -59,11 +62,13 @@ from serve_common.api.queries import (
     GetHttpConfig,
     GetHttpProxies,
     GetRevisions,
+    GetRollouts,
     GetStatus,
     ListDeployments,
     Query,
     WaitForGoal,
 )
+from serve_common.api.rollout_views import GateView, PassedStepView, RolloutView
 from serve_common.api.views import (
     ApplicationView,
     AutoscalingView,
@@ -99,6 +104,7 @@ from serve_common.config.backend import (
     ReplicaConfig,
     ReplicaPolicyName,
 )
+from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -112,6 +118,7 @@ from serve_common.errors import (
     TransientError,
     UserCodeRaised,
 )
+from serve_common.names import GoalId
 from tests.unit.muster.cli.conftest import DEPLOYMENT, GOAL, HOST, PROXY, STATUS
 
 Muster = Callable[..., Result]
@@ -139,6 +146,30 @@ DRAINED = msgspec.structs.replace(HOST, resources={"CPU": 2.0}, draining=True)
 PROXIES = [PROXY, msgspec.structs.replace(PROXY, proxy_id="proxy-2", applied_snapshot_id=7)]
 
 
+ROLLOUT = RolloutView(
+    backend_tag="default/digits",
+    goal_id=GoalId("g7"),
+    version="v2",
+    state="running",
+    outcome="",
+    reason="errors: 0 of 80 failed",
+    steps=["5% 30s", "25% 30s", "50% 30s", "100%"],
+    step=1,
+    is_in_force=True,
+    in_force_at=1_700_000_030.0,
+    gates=[
+        GateView(
+            kind="errors", status="unknown", text="0 of 80 failed", canary_requests=80, requests_needed=400
+        )
+    ],
+    passed=[PassedStepView(step="5% 30s", passed_at=1_700_000_030.0, requests=900, why="errors: 1 of 900")],
+    replica_failures={},
+    started_at=1_700_000_000.0,
+    decided_at=None,
+    ended_at=None,
+)
+
+
 COMMAND_LINES: list[tuple[str, Request, str]] = [
     (
         "deploy digits:Digits --name digits --version v2 --prev-version v1",
@@ -164,6 +195,51 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
         "update v1 --autoscaling-config off",
         UpdateBackendConfig(backend_tag=V1, config={"autoscaling_config": None}),
         "backend v1 is updated",
+    ),
+    (
+        'rollout start digits --to digits:Digits --version v2 --steps 5%,100% --limits {"cool_down_s":60}',
+        StartRollout(
+            name="default/digits",
+            replica_config={"import_path": "digits:Digits", "code": ""},
+            version="v2",
+            rollout=RolloutConfig(steps=("5%", "100%"), cool_down_s=60),
+        ),
+        "digits runs the new version v2: every step passed: 1 replica, version v1",
+    ),
+    (
+        "rollout start digits --again --num-cpus 0.5 --max-concurrent-queries 4",
+        StartRollout(
+            name="default/digits",
+            replica_config={"ray_actor_options": {"num_cpus": 0.5}},
+            backend_config={"max_concurrent_queries": 4},
+            again=True,
+        ),
+        "digits runs the new version: every step passed: 1 replica, version v1",
+    ),
+    (
+        "rollout pause digits",
+        ControlRollout(name="default/digits", action=RolloutAction.PAUSE),
+        "digits stays at its step",
+    ),
+    (
+        "rollout resume digits",
+        ControlRollout(name="default/digits", action=RolloutAction.RESUME),
+        "digits goes on",
+    ),
+    (
+        "rollout step digits",
+        ControlRollout(name="default/digits", action=RolloutAction.STEP),
+        "digits goes to its next step",
+    ),
+    (
+        "rollout promote digits",
+        ControlRollout(name="default/digits", action=RolloutAction.PROMOTE),
+        "digits is promoted",
+    ),
+    (
+        "rollout abort digits --reason odd",
+        ControlRollout(name="default/digits", action=RolloutAction.ABORT, reason="odd"),
+        "digits is aborted",
     ),
     ("rollback digits", Rollback(name="default/digits"), "digits is rolled back to what it was before"),
     ("rollback digits --to-version 3", Rollback(name="default/digits", to="3"), "digits is rolled back to 3"),
@@ -288,6 +364,12 @@ QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
             "health_check_failure_threshold 3",
             "digits#1 running host-1 v1",
         ],
+    ),
+    (
+        "rollout list",
+        GetRollouts(limit=500),
+        [ROLLOUT],
+        ["name version step state why", "digits v2 2/4 (25% 30s) running errors: 0 of 80 failed"],
     ),
     (
         "autoscaling list",

@@ -77,7 +77,7 @@ def completing(controller: PlayedController, monkeypatch: pytest.MonkeyPatch) ->
 def test_commands_and_names_are_completed(
     completing: Callable[[str], list[str]], controller: PlayedController
 ) -> None:
-    assert completing("muster ro") == ["rollback"]
+    assert completing("muster ro") == ["rollback", "rollout"]
     assert completing("muster traffic se") == ["set"]
     assert completing("muster status ") == ["digits", "shop/front"]
     assert completing("muster scale sh") == ["shop/front"]

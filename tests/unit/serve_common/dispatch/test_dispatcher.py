@@ -8,9 +8,9 @@ import pytest
 
 from serve_common.dispatch.admission import CONFIRM_DEATH_S
 from serve_common.dispatch.calls import Call, Response
-from serve_common.dispatch.dispatcher import PROBE_AFTER_S
 from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable
 from serve_common.dispatch.request_body import RequestBody, UploadMemory
+from serve_common.dispatch.timers import PROBE_AFTER_S
 from serve_common.errors import (
     BusUnavailable,
     NoReplicaAvailable,

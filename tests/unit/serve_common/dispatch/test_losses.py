@@ -10,7 +10,6 @@ import pytest
 
 from serve_common.config.backend import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
 from serve_common.dispatch.admission import CONFIRM_DEATH_S
-from serve_common.dispatch.dispatcher import PATIENCE_S, PROBE_AFTER_S
 from serve_common.dispatch.errors import (
     BackendStopped,
     BackPressureError,
@@ -19,6 +18,7 @@ from serve_common.dispatch.errors import (
     ReplicaError,
 )
 from serve_common.dispatch.routes import AGAIN_S, MODELS_BYTES_MAX, SILENT_S, ModelHolders
+from serve_common.dispatch.timers import PATIENCE_S, PROBE_AFTER_S
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, ReplicaDied
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.frames import (

@@ -10,7 +10,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, NotFound
 from serve_common.names import BackendTag, HostId
 from serve_common.protocol.reports import HostGoal
-from serve_controller.core.checkpoint import UNITS, fits
+from serve_controller.core.host_load import UNITS, fits
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S, observe_host
 from serve_controller.core.placement import (
@@ -21,7 +21,7 @@ from serve_controller.core.placement import (
     resource_needs,
 )
 from serve_controller.core.reconcile import SendHostGoal
-from serve_controller.core.rollout import NO_CAPACITY_FOR_CONFIG
+from serve_controller.core.rolling_update import NO_CAPACITY_FOR_CONFIG
 from serve_controller.core.views.hosts import view_hosts
 from tests.support.control_loop.closed_loop import Loop, check_converged, draft_of
 from tests.support.control_loop.orders import deploy

@@ -38,12 +38,12 @@ from serve_common.protocol.snapshots import (
 )
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core import snapshots
-from serve_controller.core.commands.changes import replica_part
 from serve_controller.core.forecast import forecast
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.placement import GOAL_BYTES_MAX, estimate_goal_bytes
 from serve_controller.core.reconcile import PublishSnapshot, RetractSnapshot
 from serve_controller.core.snapshots import derive_backend
+from serve_controller.core.versions import replica_part
 from tests.support.control_loop.closed_loop import Loop
 from tests.support.control_loop.orders import (
     BAD_CODE,

@@ -71,6 +71,7 @@ V1 = get_version()
 PENDING = goal_of(status=v.GoalStatus.PENDING)
 NEEDED = {
     "name": "a",
+    "action": "pause",
     "error": "ValueError: no weights",
     "confirm": "everything",
     "goal_id": "g1",

@@ -11,7 +11,14 @@ from typing import Any, Final
 
 from serve_common.api import commands as c
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.commands import applications, deployments, endpoints, operations, restoring
+from serve_controller.core.commands import (
+    applications,
+    deployments,
+    endpoints,
+    operations,
+    restoring,
+    rollouts,
+)
 from serve_controller.core.commands.changes import Accepted
 
 DECISIONS: Final[Mapping[type[c.Command[Any]], Callable[[Checkpoint, Any, float], Accepted]]] = {
@@ -32,6 +39,8 @@ DECISIONS: Final[Mapping[type[c.Command[Any]], Callable[[Checkpoint, Any, float]
     c.ShadowTraffic: endpoints.shadow_traffic,
     c.SetEndpointOptions: endpoints.set_endpoint_options,
     c.Rollback: deployments.rollback,
+    c.StartRollout: rollouts.start_rollout,
+    c.ControlRollout: rollouts.control_rollout,
     c.SetHttpOptions: endpoints.set_http_options,
     c.DrainHost: operations.drain_host,
     c.UndrainHost: operations.undrain_host,

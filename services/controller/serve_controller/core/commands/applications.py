@@ -22,14 +22,12 @@ from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
     Accepted,
-    Wanted,
     as_scaled,
     changed,
     check_backend_limit,
     check_methods,
     check_target,
     goal_failed,
-    make_backend,
     new_goal,
     nothing_to_do,
     retried,
@@ -60,6 +58,7 @@ from serve_controller.core.objects import (
     ObjectKind,
 )
 from serve_controller.core.snapshots import interim_route, taken_over
+from serve_controller.core.versions import Wanted, make_backend
 
 DEPLOYMENTS_MAX = 100
 """Most deployments of one application, to bound what is recorded in one transaction."""

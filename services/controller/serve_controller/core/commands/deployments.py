@@ -28,7 +28,6 @@ from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
     Accepted,
-    Wanted,
     already_deleted,
     as_scaled,
     changed,
@@ -37,8 +36,6 @@ from serve_controller.core.commands.changes import (
     check_target,
     goal_failed,
     is_going,
-    make_backend,
-    matches_target,
     new_goal,
     nothing_to_do,
     retried,
@@ -56,6 +53,7 @@ from serve_controller.core.objects import (
 )
 from serve_controller.core.scaling import check_within_limits, scaled_config
 from serve_controller.core.snapshots import check_not_moving
+from serve_controller.core.versions import Wanted, make_backend, matches_target
 
 
 def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:

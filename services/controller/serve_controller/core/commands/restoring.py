@@ -17,10 +17,8 @@ from serve_common.protocol.subjects import HTTP_KEY, backend_key, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.changes import (
     Accepted,
-    Wanted,
     check_methods,
     check_target,
-    make_backend,
     new_goal,
 )
 from serve_controller.core.commands.deployments import give_up
@@ -36,6 +34,7 @@ from serve_controller.core.objects import (
     parse_number,
 )
 from serve_controller.core.restored import MARGIN, raise_counters_above
+from serve_controller.core.versions import Wanted, make_backend
 
 SUBJECT = "everything"
 

@@ -19,7 +19,7 @@ from serve_controller.core.observed import (
     silent_at,
 )
 from serve_controller.core.reconcile import reconcile
-from serve_controller.core.rollout import max_surge, max_unavailable
+from serve_controller.core.rolling_update import max_surge, max_unavailable
 from serve_controller.core.transitions import (
     DRAINING,
     IN_HOST_GOAL,

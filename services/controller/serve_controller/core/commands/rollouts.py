@@ -1,0 +1,186 @@
+"""Rollouts: started, and changed by people and programs while they run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.api.commands import ControlRollout, RolloutAction, StartRollout
+from serve_common.config.backend import check_backend_config, check_replica_config, merged
+from serve_common.config.rollout import check_rollout_config
+from serve_common.errors import BadField, Conflict, LimitReached, NotFound
+from serve_common.names import NAME_LENGTH_MAX, BackendTag, deployment_tag
+from serve_common.protocol.subjects import backend_key
+from serve_common.values import truncate
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.changes import (
+    VERSION_LENGTH_MAX,
+    Accepted,
+    changed,
+    check_backend_limit,
+    new_goal,
+    nothing_to_do,
+    retried,
+)
+from serve_controller.core.goals import pending_goal
+from serve_controller.core.objects import Backend, GoalKind
+from serve_controller.core.rollouts.closing import PAUSED_BY, abort
+from serve_controller.core.rollouts.record import (
+    BASELINE_SUFFIX,
+    CANARY_SUFFIX,
+    STEPPING,
+    Candidate,
+    Rollout,
+    RolloutOutcome,
+    RolloutState,
+    baseline_tag,
+    canary_tag,
+    rollout_owned,
+)
+from serve_controller.core.versions import Wanted, make_backend
+
+ROLLOUTS_MAX = 100
+"""Most rollouts at once."""
+_REASON_LENGTH_MAX = 500
+
+
+def start_rollout(checkpoint: Checkpoint, command: StartRollout, now: float) -> Accepted:
+    """Start the rollout of a new version of a backend that runs."""
+    tag = deployment_tag(command.name)
+    limits = check_rollout_config(command.rollout)
+    backend = _running(checkpoint, tag)
+    target = backend.target
+    candidate = Candidate(
+        replica_config=check_replica_config(
+            merged(target.replica_config, command.replica_config, "replica_config")
+        ),
+        backend_config=check_backend_config(
+            merged(target.backend_config, command.backend_config, "backend_config")
+        ),
+        version=command.version,
+    )
+    if command.version is not None and not 0 < len(command.version) <= VERSION_LENGTH_MAX:
+        raise BadField("version", f"must have 1 to {VERSION_LENGTH_MAX} characters")
+    again = retried(checkpoint, command.request_id, tag, rollout_owned(tag))
+    if again is not None:
+        return again
+    _check_may_start(checkpoint, backend, candidate, command, now)
+    draft = Draft(checkpoint)
+    canary, baseline = canary_tag(tag), baseline_tag(tag)
+    owns = [rollout_owned(tag), backend_key(canary), backend_key(baseline)]
+    goal_id = new_goal(draft, GoalKind.ROLLOUT, tag, owns, now, request_id=command.request_id)
+    old = Candidate(
+        replica_config=target.replica_config, backend_config=target.backend_config, version=target.version
+    )
+    for one, version in ((canary, candidate), (baseline, old)):
+        # The rollout says how many replicas there are.
+        config = msgspec.structs.replace(version.backend_config, num_replicas=1, autoscaling_config=None)
+        wanted = Wanted(version.replica_config, config, version.version, is_same_code=False)
+        draft.put(make_backend(draft.backends.get(one), one, goal_id, wanted))
+    pauses = backend.autoscaling is not None
+    if pauses:
+        draft.put(msgspec.structs.replace(backend, autoscaling_paused=PAUSED_BY))
+    draft.put(
+        Rollout(
+            backend_tag=tag,
+            goal_id=goal_id,
+            candidate=candidate,
+            config=limits,
+            started_at=now,
+            base_code_version=target.code_version,
+            base_config_version=target.config_version,
+            pauses_autoscaling=pauses,
+        )
+    )
+    return changed(draft, tag, goal_id)
+
+
+def _running(checkpoint: Checkpoint, tag: BackendTag) -> Backend:
+    backend = checkpoint.backends.get(tag)
+    if backend is None or backend.deleting:
+        raise NotFound(f"name: there is no deployment or backend {tag!r}")
+    if tag.endswith((CANARY_SUFFIX, BASELINE_SUFFIX)):
+        raise Conflict(f"name: {tag!r} belongs to a rollout itself")
+    if len(tag.rpartition("/")[2]) > NAME_LENGTH_MAX - len(BASELINE_SUFFIX):
+        raise BadField("name", f"is too long: {baseline_tag(tag)!r} must be a valid name too")
+    if backend.halted or backend.last_good is None:
+        raise Conflict(f"name: {tag!r} has no version yet that worked; deploy it")
+    goal = pending_goal(checkpoint, tag)
+    if goal is not None:
+        raise Conflict(f"name: {tag!r} is being changed by {goal.goal_id}; wait for its end")
+    return backend
+
+
+def _check_may_start(
+    checkpoint: Checkpoint, backend: Backend, candidate: Candidate, command: StartRollout, now: float
+) -> None:
+    tag, target = backend.backend_tag, backend.target
+    if command.version is not None and command.version == target.version:
+        raise Conflict(f"version: {command.version!r} of {tag!r} runs already")
+    if not checkpoint.used_by.get(tag):
+        raise Conflict(f"name: no endpoint sends requests to {tag!r}; deploy the new version")
+    for one in (canary_tag(tag), baseline_tag(tag)):
+        if checkpoint.living_deployment(one) is not None:
+            raise Conflict(f"name: there is a deployment {one!r}, whose name the rollout needs")
+    check_backend_limit(checkpoint, 2)
+    former = checkpoint.rollouts.get(tag)
+    if former is None:
+        pass
+    elif former.is_active:
+        raise Conflict(
+            f"name: a rollout of {tag!r} is under way ({former.goal_id}); abort or promote it first"
+        )
+    elif former.outcome is RolloutOutcome.ABORTED and former.candidate == candidate and not command.again:
+        over_at = (former.decided_at or now) + former.config.cool_down_s
+        if now < over_at:
+            raise Conflict(
+                f"version: this version was aborted {now - (former.decided_at or now):.0f} s ago and is not tried "
+                f"again within {former.config.cool_down_s:g} s unless `again` is set: {former.reason[:300]}"
+            )
+    if len(checkpoint.active_rollouts) >= ROLLOUTS_MAX:
+        raise LimitReached(f"{ROLLOUTS_MAX} rollouts are under way already")
+
+
+def control_rollout(checkpoint: Checkpoint, command: ControlRollout, now: float) -> Accepted:
+    """Pause, resume, abort or promote a rollout, or let its step pass."""
+    tag = deployment_tag(command.name)
+    rollout = checkpoint.rollouts.get(tag)
+    if rollout is None:
+        raise NotFound(f"name: {tag!r} has no rollout")
+    action = command.action
+    if rollout.outcome is not None:
+        wanted = {RolloutAction.ABORT: RolloutOutcome.ABORTED, RolloutAction.PROMOTE: RolloutOutcome.PROMOTED}
+        if wanted.get(action) is rollout.outcome:
+            return nothing_to_do(tag, None)
+        raise Conflict(f"name: the rollout of {tag!r} has ended: it was {rollout.outcome.value}")
+    if command.step is not None and command.step != rollout.step:
+        return nothing_to_do(tag, None)
+    draft = Draft(checkpoint)
+    if action is RolloutAction.ABORT:
+        reason = truncate(command.reason, _REASON_LENGTH_MAX)
+        abort(draft, tag, f"by command: {reason}" if reason else "by command", now)
+        return changed(draft, tag, None)
+    after = _controlled(rollout, action)
+    goal_id = rollout.goal_id if action is RolloutAction.PROMOTE else None
+    if after == rollout:
+        return nothing_to_do(tag, goal_id, updating=goal_id is not None)
+    draft.put(after)
+    return changed(draft, tag, goal_id)
+
+
+def _controlled(rollout: Rollout, action: RolloutAction) -> Rollout:
+    tag = rollout.backend_tag
+    if rollout.state not in STEPPING:
+        if action is RolloutAction.PAUSE:
+            raise Conflict(f"name: the rollout of {tag!r} is being promoted, which cannot be paused")
+        return rollout
+    match action:
+        case RolloutAction.PAUSE:
+            return msgspec.structs.replace(rollout, state=RolloutState.PAUSED)
+        case RolloutAction.PROMOTE:
+            return msgspec.structs.replace(rollout, state=RolloutState.RUNNING, skips_to_end=True)
+        case RolloutAction.STEP:
+            if not rollout.is_in_force:
+                raise Conflict(f"name: {rollout.progress}; it cannot pass before its requests go that way")
+            return msgspec.structs.replace(rollout, approved=True)
+        case _:
+            return msgspec.structs.replace(rollout, state=RolloutState.RUNNING)

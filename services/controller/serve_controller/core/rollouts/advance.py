@@ -1,0 +1,382 @@
+"""Advances rollouts: their replicas, their steps, their judgement and their end.
+
+One plan makes at most one move of a rollout; what it changes makes the next plan due at once. So each move is recorded
+by itself, and a new leader goes on from the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from serve_common.api.views import HEALTH_CHECKS_FAILED, GoalStatus
+from serve_common.names import BackendTag, ReplicaTag, parse_backend_tag
+from serve_common.protocol.reports import RequestCounts
+from serve_common.protocol.subjects import backend_key, endpoint_key
+from serve_controller.core.checkpoint import Draft
+from serve_controller.core.goals import (
+    end_goal,
+    mark_backend_good,
+    not_applied,
+    pending_goal,
+    replicas_missing,
+)
+from serve_controller.core.objects import Backend, ReplicaState
+from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
+from serve_controller.core.rollouts.closing import abort, close_rollout
+from serve_controller.core.rollouts.judge import (
+    Gate,
+    GateStatus,
+    alpha_of_step,
+    difference,
+    get_status,
+    new_gates,
+    results,
+    total,
+    with_counts,
+    with_times,
+)
+from serve_controller.core.rollouts.record import (
+    PassedStep,
+    Rollout,
+    RolloutOutcome,
+    RolloutState,
+    baseline_share,
+    baseline_tag,
+    canary_tag,
+)
+from serve_controller.core.snapshots import is_renewed
+from serve_controller.core.transitions import ROUTED
+from serve_controller.core.versions import Wanted, make_backend
+
+JUDGE_EVERY_S: Final = 0.5
+"""Seconds between two judgements. Where a block of requests ends must not depend on what is in it."""
+_NO_COUNTS: Final = RequestCounts()
+
+
+def advance_rollout(draft: Draft, observed: ObservedState, tag: BackendTag, now: float) -> float | None:
+    """Make the next move of an active rollout, if it can; returns when it could by time alone, or None."""
+    rollout = draft.rollouts[tag]
+    backend = draft.backends.get(tag)
+    if (backend is None or backend.deleting) and rollout.state is not RolloutState.CLOSING:
+        close_rollout(draft, tag, RolloutOutcome.SUPERSEDED, f"{tag} was deleted", now)
+        return None
+    if rollout.state is RolloutState.CLOSING:
+        if not _not_applied(draft, observed, rollout):
+            _end(draft, rollout, now)
+        return None
+    assert backend is not None
+    if not rollout.promoted_code_version and not _is_based_on(rollout, backend):
+        close_rollout(draft, tag, RolloutOutcome.SUPERSEDED, f"another version of {tag} was deployed", now)
+        return None
+    rollout = _with_failures(draft, observed, rollout, now)
+    canary = draft.backends.get(canary_tag(tag))
+    wrong = _why_wrong(rollout, backend, canary, now)
+    if wrong:
+        abort(draft, tag, wrong, now)
+        return None
+    deadline = rollout.started_at + rollout.config.deadline_s
+    if rollout.state is RolloutState.PROMOTING:
+        _promote(draft, observed, rollout, backend, now)
+        return deadline
+    at = _step(draft, observed, rollout, backend, now)
+    return deadline if at is None else min(at, deadline)
+
+
+def _is_based_on(rollout: Rollout, backend: Backend) -> bool:
+    target = backend.target
+    return (target.code_version, target.config_version) == (
+        rollout.base_code_version,
+        rollout.base_config_version,
+    )
+
+
+def _why_wrong(rollout: Rollout, backend: Backend, canary: Backend | None, now: float) -> str:
+    """Why the rollout must be aborted whatever its requests show; empty if nothing says so."""
+    tag = rollout.backend_tag
+    if canary is None or canary.deleting:
+        return "the backend of its canary was deleted"
+    for one in (canary, backend) if rollout.state is RolloutState.PROMOTING else (canary,):
+        if one.start_failures >= one.target.backend_config.max_constructor_retry_count:
+            return f"{one.backend_tag} does not start: {one.last_error}"
+    more = rollout.failures.get(canary_tag(tag), 0) - rollout.failures.get(baseline_tag(tag), 0)
+    if more > rollout.config.max_replica_failures:
+        return f"replicas: {more} more of the canary than of the baseline died or fell ill"
+    if rollout.promoted_code_version and backend.target.code_version != rollout.promoted_code_version:
+        return f"{tag} went back to another version while it was promoted"
+    if now >= rollout.started_at + rollout.config.deadline_s:
+        return f"the deadline of {rollout.config.deadline_s:g} s was over before it was promoted: {rollout.reason}"
+    return ""
+
+
+def _with_failures(draft: Draft, observed: ObservedState, rollout: Rollout, now: float) -> Rollout:
+    """Count the replicas of canary and baseline that were running and died or fell ill."""
+    failures, running = dict(rollout.failures), []
+    for tag in (canary_tag(rollout.backend_tag), baseline_tag(rollout.backend_tag)):
+        replicas = draft.get_replicas(tag)
+        for name in rollout.running:
+            if parse_backend_tag(name) == tag and _has_failed(draft, observed, name, now):
+                failures[tag] = failures.get(tag, 0) + 1
+        running += sorted(name for name, replica in replicas.items() if replica.state in ROUTED)
+    changed = msgspec.structs.replace(rollout, running=tuple(running), failures=failures)
+    if changed != rollout:
+        draft.put(changed)
+    return changed
+
+
+def _has_failed(draft: Draft, observed: ObservedState, name: ReplicaTag, now: float) -> bool:
+    """Whether a replica that was running is ill or gone, though nobody stopped it and its host lives."""
+    replica = draft.get_replicas(parse_backend_tag(name)).get(name)
+    if replica is not None:
+        is_ill = replica.message == HEALTH_CHECKS_FAILED and replica.state not in ROUTED
+        return is_ill or replica.state is ReplicaState.UNHEALTHY
+    before = draft.base.get_replicas(parse_backend_tag(name)).get(name)
+    if before is None or before.state not in ROUTED or before.host_id is None:
+        return False
+    return host_status(observed, before.host_id, now) is HostStatus.LIVE
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _step(
+    draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend, now: float
+) -> float | None:
+    if not rollout.is_in_force:
+        _set_replicas(draft, rollout, backend)
+        missing = _not_ready(draft, observed, rollout)
+        if missing:
+            _set_reason(draft, rollout, missing)
+        else:
+            draft.put(
+                msgspec.structs.replace(
+                    rollout,
+                    is_in_force=True,
+                    in_force_at=now,
+                    approved=False,
+                    gates=new_gates(),
+                    reason="",
+                )
+            )
+        return None
+    if rollout.judged_step is None:
+        return _last_step(draft, observed, rollout, backend, now)
+    rollout, status, text = _judged(draft, observed, rollout, now)
+    if status is GateStatus.FAILED:
+        abort(draft, rollout.backend_tag, text, now)
+        return None
+    if rollout.skips_to_end:
+        _go_to(draft, rollout, len(rollout.steps) - 1, "promoted by command", now)
+        return None
+    if rollout.state is RolloutState.PAUSED:
+        _set_reason(draft, rollout, f"paused; {text}" if text else "paused")
+        return None
+    if rollout.approved:
+        _go_to(draft, rollout, rollout.step + 1, "let go on by command", now)
+        return None
+    step, ends_at = rollout.steps[rollout.step], rollout.in_force_at + rollout.steps[rollout.step].hold_s
+    if status is GateStatus.PASSED and now >= ends_at and not step.waits:
+        _go_to(draft, rollout, rollout.step + 1, text, now)
+        return None
+    if status is GateStatus.PASSED:
+        text = (
+            "waits for a person: `muster rollout step`"
+            if now >= ends_at
+            else f"passed; lasts {step.hold_s:g} s"
+        )
+    _set_reason(draft, rollout, text)
+    return ends_at if now < ends_at else None
+
+
+def _go_to(draft: Draft, rollout: Rollout, step: int, why: str, now: float) -> None:
+    seen = max((gate.worse.seen.canary for gate in rollout.gates), default=0)
+    passed = PassedStep(step=str(rollout.steps[rollout.step]), passed_at=now, requests=seen, why=why)
+    draft.put(
+        msgspec.structs.replace(
+            rollout, step=step, is_in_force=False, approved=False, passed=(*rollout.passed, passed), reason=""
+        )
+    )
+
+
+def _set_reason(draft: Draft, rollout: Rollout, reason: str) -> None:
+    if reason != rollout.reason:
+        draft.put(msgspec.structs.replace(rollout, reason=reason))
+
+
+def _set_replicas(draft: Draft, rollout: Rollout, backend: Backend) -> None:
+    """Set how many replicas canary and baseline need for the step; those of the deployment stay."""
+    step = rollout.steps[rollout.step]
+    wanted = max(backend.num_wanted, 1)
+    shares = {
+        canary_tag(backend.backend_tag): step.share,
+        baseline_tag(backend.backend_tag): baseline_share(step),
+    }
+    for tag, share in shares.items():
+        one = draft.backends.get(tag)
+        if one is None:
+            continue
+        # Never fewer than before: what runs is warm, and the next step needs it.
+        number = max(math.ceil(share * wanted - 1e-9), one.target.backend_config.num_replicas)
+        config = msgspec.structs.replace(one.target.backend_config, num_replicas=number)
+        if config != one.target.backend_config:
+            target = msgspec.structs.replace(one.target, backend_config=config)
+            draft.put(msgspec.structs.replace(one, target=target))
+
+
+def _not_ready(draft: Draft, observed: ObservedState, rollout: Rollout) -> str:
+    """What is missing until requests may go as the step says; empty when nothing is."""
+    for tag in (canary_tag(rollout.backend_tag), baseline_tag(rollout.backend_tag)):
+        backend = draft.backends.get(tag)
+        if backend is not None:
+            missing = replicas_missing(draft, backend)
+            if missing:
+                return missing
+    return _not_applied(draft, observed, rollout)
+
+
+def _not_applied(draft: Draft, observed: ObservedState, rollout: Rollout) -> str:
+    """Which snapshots of the rollout proxies have yet to apply; empty when every live one has all."""
+    tags = (rollout.backend_tag, canary_tag(rollout.backend_tag), baseline_tag(rollout.backend_tag))
+    endpoints = sorted(draft.used_by.get(rollout.backend_tag, {}))
+    if not is_renewed(draft, tags, endpoints):
+        return "a snapshot is yet to be made"
+    keys = [*(backend_key(tag) for tag in tags), *(endpoint_key(tag) for tag in endpoints)]
+    return not_applied(draft, observed, keys)
+
+
+# -- judgement ---------------------------------------------------------------------------------------------------------
+
+
+def _judged(
+    draft: Draft, observed: ObservedState, rollout: Rollout, now: float
+) -> tuple[Rollout, GateStatus, str]:
+    """The rollout with the requests that have ended since it was last judged, its status, and why."""
+    if now - rollout.judged_at >= JUDGE_EVERY_S:
+        missing, counted, counted_by = _counts(draft, observed, rollout)
+        if missing:
+            return rollout, GateStatus.UNKNOWN, missing
+        if counted != rollout.counted or counted_by != rollout.counted_by:
+            gates = _judge_counts(rollout, counted, set(counted_by))
+            rollout = msgspec.structs.replace(
+                rollout, gates=gates, counted=counted, counted_by=counted_by, judged_at=now
+            )
+            draft.put(rollout)
+    assert rollout.judged_step is not None
+    alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, rollout.judged_step)
+    found = results(rollout.gates, rollout.config, alpha)
+    status = get_status(found)
+    texts = [
+        f"{result.kind.value}: {result.text}"
+        for result in found
+        if result.status is not GateStatus.PASSED
+        and (status is GateStatus.UNKNOWN or result.status is status)
+    ]
+    if status is GateStatus.PASSED:
+        texts = [f"{result.kind.value}: {result.text}" for result in found]
+    return rollout, status, "; ".join(texts)
+
+
+def _judge_counts(
+    rollout: Rollout, counted: dict[BackendTag, RequestCounts], counted_by: set[str]
+) -> tuple[Gate, ...]:
+    tag = rollout.backend_tag
+    canary, baseline = canary_tag(tag), baseline_tag(tag)
+    # Times are chosen from what was counted before, so that no request is judged by a time that it took part in.
+    before = rollout.counted
+    old_version = total([before.get(tag, _NO_COUNTS), before.get(baseline, _NO_COUNTS)])
+    gates = with_times(rollout.gates, old_version)
+    if not set(rollout.counted_by) <= counted_by:
+        return gates  # a process that had counted some of it is gone, and with it what it counted since
+    news = [difference(counted[one], before.get(one, _NO_COUNTS)) for one in (canary, baseline)]
+    if news[0] is None or news[1] is None:
+        return gates
+    return with_counts(gates, rollout.config, news[0], news[1])
+
+
+def _counts(
+    draft: Draft, observed: ObservedState, rollout: Rollout
+) -> tuple[str, dict[BackendTag, RequestCounts], tuple[str, ...]]:
+    """What is missing of the counts, or all of them, and who counted."""
+    silent = sorted(proxy_id for proxy_id in draft.proxies if proxy_id not in observed.proxies)
+    if silent:
+        return f"waits for the counts of the proxy {silent[0]}", {}, ()
+    tag = rollout.backend_tag
+    reports = [proxy.report for proxy in observed.proxies.values()]
+    counted = {
+        one: total([report.request_counts[one] for report in reports if one in report.request_counts])
+        for one in (tag, canary_tag(tag), baseline_tag(tag))
+    }
+    return "", counted, tuple(sorted(holder_digest(report) for report in reports if report.request_counts))
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def _last_step(
+    draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend, now: float
+) -> float | None:
+    """All requests go to the canary; once that has lasted long enough, the deployment gets its version."""
+    step = rollout.steps[-1]
+    ends_at = rollout.in_force_at + step.hold_s
+    if rollout.state is RolloutState.PAUSED:
+        _set_reason(draft, rollout, "paused")
+        return None
+    waits = step.waits and not rollout.approved
+    if not rollout.skips_to_end and (now < ends_at or waits):
+        _set_reason(
+            draft, rollout, "waits for a person: `muster rollout step`" if now >= ends_at else "lasts"
+        )
+        return ends_at if now < ends_at else None
+    missing = _not_applied(draft, observed, rollout)
+    goal = pending_goal(draft, rollout.backend_tag)
+    if missing or goal is not None:
+        _set_reason(draft, rollout, missing or f"waits for the end of {goal.goal_id if goal else ''}")
+        return None
+    promoted = make_backend(backend, rollout.backend_tag, rollout.goal_id, promoted_version(backend, rollout))
+    draft.put(msgspec.structs.replace(promoted, autoscaling_paused=backend.autoscaling_paused))
+    draft.put(
+        msgspec.structs.replace(
+            rollout,
+            state=RolloutState.PROMOTING,
+            promoted_code_version=promoted.target.code_version,
+            reason="the deployment's own replicas are replaced",
+        )
+    )
+    return None
+
+
+def promoted_version(backend: Backend, rollout: Rollout) -> Wanted:
+    """What a deployment is to be once the rollout has passed; its number of replicas stays."""
+    candidate = rollout.candidate
+    config = msgspec.structs.replace(
+        candidate.backend_config, num_replicas=backend.target.backend_config.num_replicas
+    )
+    return Wanted(candidate.replica_config, config, candidate.version, is_same_code=False)
+
+
+def _promote(draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend, now: float) -> None:
+    """Once the deployment's own replicas all run the new version, they get the requests back."""
+    missing = replicas_missing(draft, backend) or _not_applied(draft, observed, rollout)
+    if missing:
+        _set_reason(draft, rollout, missing)
+        return
+    goal = draft.pending.get(rollout.goal_id)
+    if goal is not None:
+        mark_backend_good(draft, backend, goal, now)
+    close_rollout(draft, rollout.backend_tag, RolloutOutcome.PROMOTED, "every step passed", now)
+
+
+def _end(draft: Draft, rollout: Rollout, now: float) -> None:
+    """Every proxy sends all requests to the deployment: what only the rollout needed goes."""
+    tag = rollout.backend_tag
+    keeps = rollout.outcome is RolloutOutcome.ABORTED and rollout.config.keeps_failed
+    for one in (canary_tag(tag), baseline_tag(tag)):
+        backend = draft.backends.get(one)
+        if backend is not None and not backend.deleting and not (keeps and one == canary_tag(tag)):
+            draft.put(msgspec.structs.replace(backend, deleting=True))
+    draft.put(msgspec.structs.replace(rollout, state=RolloutState.ENDED, ended_at=now))
+    goal = draft.pending.get(rollout.goal_id)
+    if goal is not None and rollout.outcome is RolloutOutcome.ABORTED:
+        end_goal(draft, goal, GoalStatus.FAILED, now, rollout.reason)

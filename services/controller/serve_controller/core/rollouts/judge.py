@@ -1,0 +1,313 @@
+"""Judges a canary by what became of its requests beside those of its baseline.
+
+Every gate compares the probability that a request is bad: that it failed, that it was refused as wrong, that it took
+longer than a time near the baseline's median or 99th percentile. A time is fixed before the requests that it judges
+came, and the canary's is a little longer, so that a small difference accuses nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from serve_common.config.rollout import RolloutConfig
+from serve_common.protocol.reports import RequestCounts
+from serve_common.routing.request_counts import BUCKETS_PER_OCTAVE, get_bucket_start_s
+from serve_controller.core.rollouts.evidence import (
+    RequestBlock,
+    Side,
+    log_evidence,
+    no_evidence,
+    requests_to_go,
+    with_block,
+)
+
+TOLERATED_BUCKETS: Final = 2
+"""A canary that is slower by less than this many buckets (19 %) is not accused."""
+REQUESTS_FOR_TIMES: Final = 300
+"""Requests of the old version that must have ended before times are chosen that latencies are compared at."""
+
+
+class GateStatus(Enum):
+    """What the requests have shown."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+    """Neither yet: the rollout stays where it is."""
+
+
+class GateKind(Enum):
+    """What a gate compares, and the share that it has of the probability of a false abort."""
+
+    ERRORS = "errors"
+    CLIENT_ERRORS = "client_errors"
+    LATENCY_P50 = "latency_p50"
+    LATENCY_P99 = "latency_p99"
+
+
+_SHARES: Final = {
+    GateKind.ERRORS: 0.4,
+    GateKind.CLIENT_ERRORS: 0.1,
+    GateKind.LATENCY_P50: 0.2,
+    GateKind.LATENCY_P99: 0.3,
+}
+_QUANTILES: Final = {GateKind.LATENCY_P50: 0.5, GateKind.LATENCY_P99: 0.99}
+_TEXTS: Final = {
+    GateKind.ERRORS: "failed",
+    GateKind.CLIENT_ERRORS: "were answered with a status of 400 to 499",
+}
+
+
+class Test(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a gate: the evidence against its hypothesis in the present step."""
+
+    side: Side
+    logs: tuple[float, ...]
+    seen: RequestBlock = RequestBlock()
+    """All requests that are part of the evidence."""
+    pending: RequestBlock = RequestBlock()
+    """Requests of one version that wait for some of the other."""
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """Both sides of one comparison in the present step."""
+
+    kind: GateKind
+    bucket: int | None = None
+    """The bucket beyond whose end a baseline's request counts as slow; None until it is chosen, and of other kinds."""
+    worse: Test = Test(side=Side.WORSE, logs=no_evidence(Side.WORSE))
+    fine: Test = Test(side=Side.FINE, logs=no_evidence(Side.FINE))
+
+
+class GateResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gate says now."""
+
+    kind: GateKind
+    status: GateStatus
+    seen: RequestBlock
+    text: str
+    """The figures, for people."""
+
+
+def new_gates() -> tuple[Gate, ...]:
+    """The gates at the beginning of a step."""
+    return tuple(Gate(kind=kind) for kind in GateKind)
+
+
+def difference(now: RequestCounts, before: RequestCounts) -> RequestCounts | None:
+    """What was counted since ``before``; None where some of that has gone: a process that had counted it ended."""
+    times = {bucket: count - before.times.get(bucket, 0) for bucket, count in now.times.items()}
+    rest = RequestCounts(
+        successes=max(now.successes - before.successes, 0),
+        client_errors=max(now.client_errors - before.client_errors, 0),
+        errors=max(now.errors - before.errors, 0),
+        times={bucket: count for bucket, count in times.items() if count},
+    )
+    is_whole = (
+        now.successes >= before.successes
+        and now.client_errors >= before.client_errors
+        and now.errors >= before.errors
+        and min(times.values(), default=0) >= 0
+        and before.times.keys() <= now.times.keys()
+    )
+    return rest if is_whole else None
+
+
+def total(parts: list[RequestCounts]) -> RequestCounts:
+    """The sum of what several routers counted."""
+    times: dict[int, int] = {}
+    for part in parts:
+        for bucket, count in part.times.items():
+            times[bucket] = times.get(bucket, 0) + count
+    return RequestCounts(
+        successes=sum(part.successes for part in parts),
+        client_errors=sum(part.client_errors for part in parts),
+        errors=sum(part.errors for part in parts),
+        times=times,
+    )
+
+
+def requests_in(request_counts: RequestCounts) -> int:
+    """Number of requests."""
+    return request_counts.successes + request_counts.client_errors + request_counts.errors
+
+
+def with_times(gates: tuple[Gate, ...], old_version: RequestCounts) -> tuple[Gate, ...]:
+    """The gates with the times that latencies are compared at, chosen from what the old version has done so far."""
+    count = sum(old_version.times.values())
+    if count < REQUESTS_FOR_TIMES:
+        return gates
+    return tuple(
+        msgspec.structs.replace(gate, bucket=_quantile(old_version.times, _QUANTILES[gate.kind]))
+        if gate.kind in _QUANTILES and gate.bucket is None
+        else gate
+        for gate in gates
+    )
+
+
+def _quantile(times: Mapping[int, int], share: float) -> int:
+    """The first bucket at whose end at most ``1 - share`` of the times are still to come."""
+    left = math.floor(sum(times.values()) * (1 - share))
+    above = 0
+    for bucket in sorted(times, reverse=True):
+        above += times[bucket]
+        if above > left:
+            return bucket
+    return 0
+
+
+def with_counts(
+    gates: tuple[Gate, ...], config: RolloutConfig, canary: RequestCounts, baseline: RequestCounts
+) -> tuple[Gate, ...]:
+    """The gates after one more block of requests."""
+    return tuple(
+        msgspec.structs.replace(
+            gate,
+            worse=_with_block(gate.worse, _block(gate, canary, baseline, TOLERATED_BUCKETS), 0.0),
+            fine=_with_block(
+                gate.fine,
+                _block(gate, canary, baseline, _allowed_buckets(config)),
+                _margin(gate.kind, config),
+            ),
+        )
+        if gate.kind not in _QUANTILES or gate.bucket is not None
+        else gate
+        for gate in gates
+    )
+
+
+def _with_block(test: Test, block: RequestBlock, margin: float) -> Test:
+    block = test.pending.plus(block)
+    if not block.has_both:
+        return msgspec.structs.replace(test, pending=block)
+    return msgspec.structs.replace(
+        test,
+        logs=with_block(test.logs, test.side, block, margin),
+        seen=test.seen.plus(block),
+        pending=RequestBlock(),
+    )
+
+
+def _block(gate: Gate, canary: RequestCounts, baseline: RequestCounts, more_buckets: int) -> RequestBlock:
+    """The bad ones among the requests of both. A slow one of the canary took ``more_buckets`` more."""
+    match gate.kind:
+        case GateKind.ERRORS:
+            return RequestBlock(requests_in(canary), canary.errors, requests_in(baseline), baseline.errors)
+        case GateKind.CLIENT_ERRORS:
+            return RequestBlock(
+                requests_in(canary), canary.client_errors, requests_in(baseline), baseline.client_errors
+            )
+        case _:
+            assert gate.bucket is not None
+            return RequestBlock(
+                sum(canary.times.values()),
+                _slower(canary.times, gate.bucket + more_buckets),
+                sum(baseline.times.values()),
+                _slower(baseline.times, gate.bucket),
+            )
+
+
+def _slower(times: Mapping[int, int], bucket: int) -> int:
+    return sum(count for at, count in times.items() if at > bucket)
+
+
+def _allowed_buckets(config: RolloutConfig) -> int:
+    """How many buckets fit into the allowed ratio of latencies."""
+    return math.floor(math.log2(config.max_latency_ratio) * BUCKETS_PER_OCTAVE)
+
+
+def _margin(kind: GateKind, config: RolloutConfig) -> float:
+    match kind:
+        case GateKind.ERRORS:
+            return config.max_error_increase
+        case GateKind.CLIENT_ERRORS:
+            return config.max_client_error_increase
+        case _:
+            return 0.0
+
+
+def alpha_of_step(config: RolloutConfig, judged_steps: int, step: int) -> float:
+    """The part of the probability of a false abort that a step may use.
+
+    ``step`` counts the judged ones from 0. The first has half of it: there most faults show.
+    """
+    if judged_steps <= 1:
+        return config.false_abort_probability
+    half = config.false_abort_probability / 2
+    return half if step == 0 else half / (judged_steps - 1)
+
+
+def results(gates: tuple[Gate, ...], config: RolloutConfig, alpha: float) -> tuple[GateResult, ...]:
+    """What the gates say; ``alpha`` is the step's part of the probability of a false abort."""
+    return tuple(_result(gate, config, alpha) for gate in gates)
+
+
+def requests_needed(gate: Gate, config: RolloutConfig, alpha: float) -> int | None:
+    """About how many more requests of the canary a gate's status needs; None where that cannot be said."""
+    worse_at, fine_at = _thresholds(gate, config, alpha)
+    needs = (
+        requests_to_go(gate.worse.logs, Side.WORSE, gate.worse.seen, 0.0, worse_at),
+        requests_to_go(gate.fine.logs, Side.FINE, gate.fine.seen, _margin(gate.kind, config), fine_at),
+    )
+    return min((more for more in needs if more is not None), default=None)
+
+
+def _thresholds(gate: Gate, config: RolloutConfig, alpha: float) -> tuple[float, float]:
+    """Logarithms of the evidence from which on a canary is worse, and from which on it is fine."""
+    return -math.log(alpha * _SHARES[gate.kind]), -math.log(config.false_pass_probability)
+
+
+def _result(gate: Gate, config: RolloutConfig, alpha: float) -> GateResult:
+    worse, fine = gate.worse, gate.fine
+    worse_at, fine_at = _thresholds(gate, config, alpha)
+    if log_evidence(worse.logs, Side.WORSE) >= worse_at:
+        status = GateStatus.FAILED
+    elif log_evidence(fine.logs, Side.FINE) >= fine_at:
+        status = GateStatus.PASSED
+    else:
+        status = GateStatus.UNKNOWN
+    seen = worse.seen if status is GateStatus.FAILED or gate.kind not in _QUANTILES else fine.seen
+    return GateResult(kind=gate.kind, status=status, seen=seen, text=_text(gate, config, status))
+
+
+def _text(gate: Gate, config: RolloutConfig, status: GateStatus) -> str:
+    if gate.kind not in _QUANTILES:
+        block = gate.worse.seen
+        what = _TEXTS[gate.kind]
+        baseline = _figures(block.baseline_bad, block.baseline)
+        return f"{_figures(block.canary_bad, block.canary)} {what}; baseline: {baseline}"
+    if gate.bucket is None:
+        return f"waits for {REQUESTS_FOR_TIMES} responses of the old version"
+    test, more = (
+        (gate.worse, TOLERATED_BUCKETS)
+        if status is GateStatus.FAILED
+        else (gate.fine, _allowed_buckets(config))
+    )
+    block = test.seen
+    return (
+        f"{_figures(block.canary_bad, block.canary)} took longer than {_seconds(gate.bucket + more + 1)}; "
+        f"baseline: {_figures(block.baseline_bad, block.baseline)} longer than {_seconds(gate.bucket + 1)}"
+    )
+
+
+def _figures(bad: int, requests: int) -> str:
+    share = f" ({bad / requests:.2%})" if requests else ""
+    return f"{bad} of {requests}{share}"
+
+
+def _seconds(bucket: int) -> str:
+    seconds = get_bucket_start_s(bucket)
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def get_status(gate_results: tuple[GateResult, ...]) -> GateStatus:
+    """What all gates come to: one that failed fails the step, and only if all passed it passes."""
+    statuses = {result.status for result in gate_results}
+    if GateStatus.FAILED in statuses:
+        return GateStatus.FAILED
+    return GateStatus.PASSED if statuses == {GateStatus.PASSED} else GateStatus.UNKNOWN

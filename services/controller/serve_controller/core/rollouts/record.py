@@ -1,0 +1,200 @@
+"""The durable record of a rollout, and where its requests go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import Final
+
+import msgspec
+
+from serve_common.config.backend import BackendConfig, ReplicaConfig
+from serve_common.config.rollout import RolloutConfig, RolloutStep, parse_steps
+from serve_common.names import BackendTag, GoalId, ReplicaTag
+from serve_common.protocol.reports import RequestCounts
+from serve_controller.core.rollouts.judge import Gate, new_gates
+
+CANARY_SUFFIX: Final = "--canary"
+BASELINE_SUFFIX: Final = "--baseline"
+
+
+def canary_tag(tag: BackendTag) -> BackendTag:
+    """The backend that runs the new version while it is judged."""
+    return BackendTag(f"{tag}{CANARY_SUFFIX}")
+
+
+def baseline_tag(tag: BackendTag) -> BackendTag:
+    """The backend that runs the old version beside it."""
+    return BackendTag(f"{tag}{BASELINE_SUFFIX}")
+
+
+def rolled_out(tag: BackendTag) -> BackendTag:
+    """The deployment whose rollout a backend belongs to, if it belongs to one: its canary, its baseline, or itself."""
+    return BackendTag(tag.removesuffix(CANARY_SUFFIX).removesuffix(BASELINE_SUFFIX))
+
+
+def rollout_owned(tag: BackendTag) -> str:
+    """The key that the goal of a rollout owns."""
+    return f"rollouts.{tag}"
+
+
+class RolloutState(Enum):
+    """State of a rollout."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    """It stays at its step; a version that is shown to be worse is still aborted."""
+    PROMOTING = "promoting"
+    """The canary has all requests while the replicas of the deployment are replaced."""
+    CLOSING = "closing"
+    """It is decided how it ends (`Rollout.outcome`), and the deployment has all requests, as soon as every proxy knows;
+    then canary and baseline go."""
+    ENDED = "ended"
+
+
+class RolloutOutcome(Enum):
+    """How a rollout ends."""
+
+    PROMOTED = "promoted"
+    ABORTED = "aborted"
+    SUPERSEDED = "superseded"
+    """The deployment was deployed, rolled back or deleted meanwhile."""
+
+
+STEPPING: Final = frozenset({RolloutState.RUNNING, RolloutState.PAUSED})
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that is rolled out."""
+
+    replica_config: ReplicaConfig
+    backend_config: BackendConfig
+    version: str | None
+
+
+class PassedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that is over, for people."""
+
+    step: str
+    passed_at: float
+    requests: int
+    """Requests of the canary that were compared in it."""
+    why: str
+
+
+@cache
+def _steps(texts: tuple[str, ...]) -> tuple[RolloutStep, ...]:
+    return parse_steps(texts)
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a new version of a deployment; the last one stays until the next."""
+
+    backend_tag: BackendTag
+    goal_id: GoalId
+    candidate: Candidate
+    config: RolloutConfig
+    started_at: float
+    base_code_version: int
+    base_config_version: int
+    """Versions of the deployment that it was started with; with others the rollout is superseded."""
+    state: RolloutState = RolloutState.RUNNING
+    outcome: RolloutOutcome | None = None
+    """How it ended, or ends; None while that is open."""
+    step: int = 0
+    """The present step, from 0."""
+    is_in_force: bool = False
+    """Whether requests go as the step says; until then its replicas start, and requests go as in the step before."""
+    in_force_at: float = 0.0
+    """When that began, seconds since 1970."""
+    approved: bool = False
+    """Someone said that the step is over."""
+    skips_to_end: bool = False
+    """Someone said that it is to be promoted."""
+    gates: tuple[Gate, ...] = new_gates()
+    judged_at: float = 0.0
+    counted: dict[BackendTag, RequestCounts] = {}
+    """What proxies have counted so far, as far as it was judged."""
+    counted_by: tuple[str, ...] = ()
+    """Digests of the incarnations of the proxies that had."""
+    running: tuple[ReplicaTag, ...] = ()
+    """Replicas of canary and baseline that were seen running."""
+    failures: dict[BackendTag, int] = {}
+    """How many of them died or fell ill."""
+    passed: tuple[PassedStep, ...] = ()
+    promoted_code_version: int = 0
+    """Code version that the deployment is promoted to; 0 before."""
+    pauses_autoscaling: bool = False
+    """It has paused the deployment's autoscaling, and resumes it at its end."""
+    reason: str = ""
+    """Why it ended, or ends, or waits."""
+    decided_at: float | None = None
+    """When it was decided how it ends."""
+    ended_at: float | None = None
+
+    @property
+    def steps(self) -> tuple[RolloutStep, ...]:
+        """The steps of its configuration."""
+        return _steps(self.config.steps)
+
+    @property
+    def traffic_step(self) -> RolloutStep | None:
+        """The step by which requests go now; None while the old version has all of them."""
+        if self.state is RolloutState.PROMOTING:
+            return self.steps[-1]
+        if self.state not in STEPPING:
+            return None
+        at = self.step if self.is_in_force else self.step - 1
+        return self.steps[at] if at >= 0 else None
+
+    @property
+    def progress(self) -> str:
+        """Where it is, for people."""
+        at = f"step {self.step + 1} of {len(self.steps)} ({self.steps[self.step]})"
+        if self.outcome is not None:
+            return f"{self.outcome.value} at {at}: {self.reason}"
+        if self.state is RolloutState.RUNNING and self.judged_step is not None:
+            return f"{at} is judged"  # its figures change all the time
+        what = (
+            "is prepared" if self.state is RolloutState.RUNNING and not self.is_in_force else self.state.value
+        )
+        return f"{at} {what}: {self.reason}" if self.reason else f"{at} {what}"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it has not ended."""
+        return self.state is not RolloutState.ENDED
+
+    @property
+    def judged_step(self) -> int | None:
+        """The number of the present step among those that are judged, from 0; None while nothing is compared."""
+        is_judged = self.state in STEPPING and self.is_in_force and self.step < len(self.steps) - 1
+        return self.step if is_judged else None
+
+
+def baseline_share(step: RolloutStep) -> float:
+    """Share of the requests that the baseline gets: as many as the canary, as long as there are as many left."""
+    return step.share if step.is_shadow else min(step.share, 1 - step.share)
+
+
+def split_traffic(
+    traffic: Mapping[BackendTag, float],
+    shadows: Mapping[BackendTag, float],
+    rollouts: Mapping[BackendTag, Rollout],
+) -> tuple[dict[BackendTag, float], dict[BackendTag, float]]:
+    """Where the requests of an endpoint go, and their copies, with the rollouts of its backends."""
+    weights, copies = dict(traffic), dict(shadows)
+    for tag, weight in traffic.items():
+        rollout = rollouts.get(tag)
+        step = None if rollout is None else rollout.traffic_step
+        if step is None:
+            continue
+        to = copies if step.is_shadow else weights
+        shares = {canary_tag(tag): step.share, baseline_tag(tag): baseline_share(step)}
+        if not step.is_shadow:
+            weights[tag] = max(weight * (1 - sum(shares.values())), 0.0)
+        to.update({name: weight * share for name, share in shares.items() if share > 0})
+        if not step.is_shadow and weights[tag] < 1e-9:
+            del weights[tag]
+    return weights, copies

@@ -1,0 +1,304 @@
+"""Rollouts in the closed loop of the pure core: steps, verdicts, ends, and what people do to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_common.api.commands import (
+    ControlRollout,
+    DeleteDeployment,
+    RolloutAction,
+    Scale,
+    StartRollout,
+)
+from serve_common.api.views import GoalStatus
+from serve_common.config.rollout import RolloutConfig
+from serve_common.errors import Conflict
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.protocol.snapshots import EndpointSnapshot
+from serve_common.protocol.subjects import endpoint_key
+from serve_controller.core.rollouts.record import Rollout, RolloutOutcome, RolloutState
+from tests.support.control_loop.closed_loop import Loop, check_converged, check_fixpoint
+from tests.support.control_loop.orders import BAD_CODE, deploy
+from tests.support.control_loop.pure_host import PureHost
+from tests.support.control_loop.traffic import Behaviour, Traffic, model
+
+TAG = "default/a"
+CANARY, BASELINE = BackendTag("default/a--canary"), BackendTag("default/a--baseline")
+QUICK = ("10%", "50%", "100%")
+"""Steps that last no longer than their verdict needs."""
+
+
+class World:
+    """A deployment with two replicas under load, and its rollout."""
+
+    def __init__(self, new: Behaviour | None = None, *, rate: float = 600.0, is_checked: bool = True) -> None:
+        self.loop = Loop(PureHost("host-1", 8.0), PureHost("host-2", 8.0), is_checked=is_checked)
+        self.loop.done(deploy(num=2, cpus=0.5))
+        self.traffic = Traffic(self.loop, TAG, model(), new or model(), rate=rate, seed=1)
+
+    def start(self, *, steps: tuple[str, ...] = QUICK, code: str = "good:Code", **fields: object) -> str:
+        goal_id = self.loop.ask(
+            StartRollout(
+                name="a",
+                version="v2",
+                replica_config={"import_path": code},
+                rollout=RolloutConfig(steps=steps, **fields),  # type: ignore[arg-type]  # by name
+            )
+        ).goal_id
+        assert goal_id is not None
+        return goal_id
+
+    def do(self, action: RolloutAction, **fields: object) -> None:
+        self.loop.command(ControlRollout(name="a", action=action, **fields))  # type: ignore[arg-type]  # by name
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.loop.checkpoint.rollouts[BackendTag(TAG)]
+
+    def run(self, seconds: float, *, until: RolloutState | None = None) -> None:
+        """Time under load."""
+        for _ in range(round(seconds * 4)):
+            self.traffic.flow(0.25)
+            self.loop.step(0.25)
+            if until is not None and self.rollout.state is until:
+                return
+
+    def run_to_step(self, step: int) -> None:
+        """Until requests go by that step."""
+        for _ in range(2_000):
+            if self.rollout.step == step and self.rollout.is_in_force:
+                self.loop.steps(2, 0.01)  # the plan that publishes it
+                return
+            self.run(0.25)
+        raise AssertionError(self.rollout.progress)
+
+    def weights(self) -> dict[str, float]:
+        """How the bucket splits requests."""
+        content = self.loop.bucket[endpoint_key(EndpointTag(TAG))].content
+        assert isinstance(content, EndpointSnapshot)
+        return {str(tag): round(weight, 6) for tag, weight in content.traffic.items()}
+
+
+def test_a_version_that_is_no_worse_takes_the_place_of_the_old_one() -> None:
+    world = World()
+    goal_id = world.start()
+    world.run_to_step(0)
+    assert world.weights() == {TAG: 0.8, CANARY: 0.1, BASELINE: 0.1}
+    world.run_to_step(1)
+    assert world.weights() == {CANARY: 0.5, BASELINE: 0.5}
+    world.run(600, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.PROMOTED, world.rollout.progress
+    world.loop.settle()
+    assert world.loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert world.weights() == {TAG: 1.0}
+    assert world.loop.backend().target.version == "v2"
+    last_good = world.loop.backend().last_good
+    assert last_good is not None
+    assert last_good.version == "v2"
+    assert set(world.loop.checkpoint.backends) == {TAG}
+    assert [one.step for one in world.rollout.passed] == ["10%", "50%"]
+    check_converged(world.loop)
+    check_fixpoint(world.loop)
+
+
+def test_a_version_that_always_fails_is_gone_after_a_few_requests() -> None:
+    world = World(model(errors=1.0))
+    goal_id = world.start()
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    assert "errors" in world.rollout.reason
+    assert world.traffic.failed[CANARY] <= 120, "of 600 a second"
+    world.loop.settle()
+    assert world.loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert world.loop.goal(goal_id).error == world.rollout.reason
+    assert world.weights() == {TAG: 1.0}
+    assert world.loop.backend().target.version == "v1"
+    assert set(world.loop.checkpoint.backends) == {TAG}
+
+
+@pytest.mark.parametrize(
+    ("new", "gate"),
+    [
+        (model(errors=0.05), "errors"),
+        (model(refusals=0.2), "client_errors"),
+        (model(median_s=0.08), "latency"),
+        (model(slow_from=0.95, slowdown=2.0), "latency_p99"),
+    ],
+)
+def test_a_worse_version_is_aborted_for_what_is_worse(new: Behaviour, gate: str) -> None:
+    world = World(new)
+    world.start()
+    world.run(600, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED, world.rollout.progress
+    assert gate in world.rollout.reason
+
+
+def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
+    world = World(rate=0.0)
+    world.start()
+    world.run_to_step(0)
+    world.run(120)
+    assert world.rollout.state is RolloutState.RUNNING
+    assert world.rollout.step == 0
+    assert "0 of 0" in world.rollout.reason
+    assert "waits for 300 responses" in world.rollout.reason
+
+
+def test_copies_harm_nobody() -> None:
+    world = World(model(errors=1.0))
+    world.start(steps=("shadow 50%", *QUICK))
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    assert world.traffic.served.keys() == {TAG}
+    assert world.traffic.copied[CANARY] > 0
+
+
+def test_a_version_that_does_not_start_ends_it_before_any_request() -> None:
+    world = World()
+    goal_id = world.start(code=BAD_CODE)
+    world.run(120, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    assert "does not start" in world.rollout.reason
+    assert world.loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert CANARY not in world.traffic.served
+
+
+def test_replicas_that_die_end_it() -> None:
+    world = World(rate=20.0)
+    world.start(max_replica_failures=0)
+    world.run_to_step(0)
+    [tag] = world.loop.replicas(CANARY)
+    next(host for host in world.loop.hosts if tag in host.running()).kill(tag)
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    assert "died or fell ill" in world.rollout.reason
+
+
+def test_a_lost_host_is_no_fault_of_the_version() -> None:
+    world = World(rate=20.0)
+    world.start(max_replica_failures=0)
+    world.run_to_step(0)
+    [host_id] = world.loop.hosts_of(CANARY)
+    next(host for host in world.loop.hosts if host.host_id == host_id).is_up = False
+    world.run(60)
+    assert world.rollout.state is RolloutState.RUNNING
+    assert world.rollout.failures == {}
+    assert world.loop.routed(CANARY) != set(), "it runs elsewhere"
+
+
+def test_it_waits_for_a_person_where_a_step_says_so() -> None:
+    world = World()
+    world.start(steps=("10% wait", "50%", "100%"))
+    world.run(300)
+    assert (world.rollout.step, world.rollout.reason) == (0, "waits for a person: `muster rollout step`")
+    world.do(RolloutAction.STEP, step=1)
+    world.run(5)
+    assert world.rollout.step == 0, "the command was about another step"
+    world.do(RolloutAction.STEP, step=0)
+    world.run_to_step(1)
+
+
+def test_a_paused_one_stays_and_is_still_aborted() -> None:
+    world = World(model(errors=0.0))
+    world.start()
+    world.run_to_step(0)
+    world.do(RolloutAction.PAUSE)
+    world.run(300)
+    assert (world.rollout.step, world.rollout.state) == (0, RolloutState.PAUSED)
+    world.do(RolloutAction.RESUME)
+    world.run_to_step(1)
+    worse = World(model(errors=0.5))
+    worse.start()
+    worse.run_to_step(0)
+    worse.do(RolloutAction.PAUSE)
+    worse.run(60, until=RolloutState.ENDED)
+    assert worse.rollout.outcome is RolloutOutcome.ABORTED
+
+
+def test_a_promotion_by_command_skips_the_other_steps() -> None:
+    world = World(rate=10.0)
+    goal_id = world.start()
+    world.run_to_step(0)
+    world.do(RolloutAction.PROMOTE)
+    world.run(120, until=RolloutState.ENDED)
+    world.loop.settle()
+    assert world.loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert world.loop.backend().target.version == "v2"
+
+
+def test_an_abort_by_command_gives_all_requests_back_in_one_change() -> None:
+    world = World(rate=10.0)
+    world.start()
+    world.run_to_step(0)
+    before = world.loop.bucket[endpoint_key(EndpointTag(TAG))].snapshot_id
+    world.do(RolloutAction.ABORT, reason="it smells")
+    world.run(10, until=RolloutState.ENDED)
+    assert world.loop.bucket[endpoint_key(EndpointTag(TAG))].snapshot_id > before
+    assert world.weights() == {TAG: 1.0}
+    assert world.rollout.reason == "by command: it smells"
+    with pytest.raises(Conflict, match="has ended"):
+        world.do(RolloutAction.STEP)
+
+
+def test_an_aborted_version_is_not_tried_again_by_itself() -> None:
+    world = World(rate=10.0)
+    world.start()
+    world.do(RolloutAction.ABORT)
+    world.run(10, until=RolloutState.ENDED)
+    with pytest.raises(Conflict, match="not tried again"):
+        world.start()
+    world.loop.command(
+        StartRollout(name="a", version="v2", replica_config={"import_path": "good:Code"}, again=True)
+    )
+
+
+@pytest.mark.parametrize("how", ["deploy", "delete"])
+def test_another_change_of_the_deployment_replaces_it(how: str) -> None:
+    world = World(rate=10.0)
+    goal_id = world.start()
+    world.run_to_step(0)
+    world.loop.command(
+        deploy(version="v3", num=2, cpus=0.5) if how == "deploy" else DeleteDeployment(name="a")
+    )
+    world.run(20)
+    assert world.loop.goal_status(goal_id) is GoalStatus.SUPERSEDED
+    world.loop.settle()
+    assert set(world.loop.checkpoint.backends) == ({TAG} if how == "deploy" else set())
+    if how == "deploy":
+        assert world.loop.backend().target.version == "v3"
+        assert world.weights() == {TAG: 1.0}
+
+
+def test_it_is_scaled_with_its_deployment() -> None:
+    world = World(rate=10.0)
+    world.start()
+    world.run_to_step(0)
+    world.loop.command(Scale(backend_tag="a", num_replicas=4))
+    world.run(5)
+    world.do(RolloutAction.STEP)
+    world.run_to_step(1)
+    assert len(world.loop.replicas(CANARY)) == 2
+    assert world.rollout.state is RolloutState.RUNNING
+
+
+def test_any_leader_goes_on_with_the_evidence_that_there_is() -> None:
+    world = World()
+    world.start()
+    world.run_to_step(0)
+    world.run(5)
+    before = world.rollout.gates[0].worse.seen
+    world.loop.take_over()
+    world.run(2)
+    after = world.rollout.gates[0].worse.seen
+    assert 0 < before.canary < after.canary
+    counted = world.loop.request_counts[CANARY]
+    assert counted.successes + counted.errors >= after.canary, "nothing is counted twice"
+
+
+def test_a_deadline_ends_it() -> None:
+    world = World(rate=0.0)
+    world.start(deadline_s=30.0)
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    assert "the deadline of 30 s" in world.rollout.reason
