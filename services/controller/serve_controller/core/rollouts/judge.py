@@ -1,7 +1,7 @@
 """Judges a canary by what became of its requests beside those of its baseline.
 
 Every gate compares the probability that a request is bad: that it failed, that it was refused as wrong, that it took
-longer than a time near the baseline's median or 99th percentile. A time is fixed before the requests that it judges
+longer than a time near the baseline's median or 99th percentile. A time is chosen before the requests that it judges
 came, and the canary's is a little longer, so that a small difference accuses nobody.
 """
 
@@ -138,13 +138,16 @@ def requests_in(request_counts: RequestCounts) -> int:
 
 
 def with_times(gates: tuple[Gate, ...], old_version: RequestCounts) -> tuple[Gate, ...]:
-    """The gates with the times that latencies are compared at, chosen from what the old version has done so far."""
-    count = sum(old_version.times.values())
-    if count < REQUESTS_FOR_TIMES:
+    """The gates with the times that the next requests are compared at, chosen from all that the old version has done.
+
+    Why anew each time: what it did first, when the rollout began, may be no measure. That is allowed as long as no
+    request is judged by a time that it took part in choosing.
+    """
+    if sum(old_version.times.values()) < REQUESTS_FOR_TIMES:
         return gates
     return tuple(
         msgspec.structs.replace(gate, bucket=_quantile(old_version.times, _QUANTILES[gate.kind]))
-        if gate.kind in _QUANTILES and gate.bucket is None
+        if gate.kind in _QUANTILES
         else gate
         for gate in gates
     )
