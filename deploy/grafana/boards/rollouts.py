@@ -110,7 +110,7 @@ _ENDS: Final = Row(
     panels=(
         Panel(
             title="Last decided",
-            description="How long ago the last rollout of each deployment was decided, and how. Why: `muster rollout list`.",
+            description="How long ago the last rollout was decided, and how. Why: `muster rollout list`.",
             unit="s",
             kind=Kind.NUMBER,
             queries=(

@@ -134,6 +134,16 @@ def test_a_worse_version_is_aborted_for_what_is_worse(new: Behaviour, gate: str)
     assert gate in world.rollout.reason
 
 
+def test_times_that_hardly_vary_are_compared_too() -> None:
+    steady, slower = model(spread=0.001), model(spread=0.001, median_s=0.075)
+    for new, outcome in ((steady, RolloutOutcome.PROMOTED), (slower, RolloutOutcome.ABORTED)):
+        world = World(new)
+        world.traffic = Traffic(world.loop, TAG, steady, new, rate=600.0, seed=1)
+        world.start()
+        world.run(600, until=RolloutState.ENDED)
+        assert world.rollout.outcome is outcome, world.rollout.progress
+
+
 def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
     world = World(rate=0.0)
     world.start()
