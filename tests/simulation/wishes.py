@@ -121,6 +121,8 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
                 _delete(now, good, tag)
         case c.RecordBuildFailure():
             pass
+        case c.StartRollout() | c.ControlRollout():
+            pass  # see `rollout_wishes`
         case c.CreateEndpoint():
             traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
             tag = deployment_tag(command.endpoint)
