@@ -11,10 +11,12 @@ Written after reading, at the time of this comparison:
   There the analysis begins at the third step; here with the first, which is kinder. ``analysis/analysis.go``
   (``assessMetricFailureInconclusiveOrError``): it fails once there are *more* failed measurements than the limit, or
   more than 4 consecutive ones with an error (``utils/defaults/defaults.go``), such as a query without any series.
+  ``utils/evaluate/evaluate.go``: what does not meet the condition is a failure, and so is NaN.
 - fluxcd/flagger ``docs/gitbook/usage/metrics.md`` (``request-success-rate`` at least 99, ``request-duration``, the p99,
   at most 500 ms, both over 1 minute) and ``docs/gitbook/tutorials/istio-progressive-delivery.md`` (interval 1 minute,
   threshold 5); ``pkg/controller/scheduler.go``: failed checks add up over the whole rollout, and each keeps the weight
-  as it is; ``pkg/controller/scheduler_metrics.go``: a query without values is a failed check;
+  as it is; ``pkg/controller/scheduler_metrics.go``: a query without values is a failed check,
+  and so is NaN since its pull request 1095 of 2022 (before, NaN passed);
   ``pkg/metrics/observers/istio.go``: the p99 is a ``histogram_quantile`` of Envoy's buckets.
 """
 
