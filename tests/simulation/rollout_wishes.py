@@ -109,7 +109,12 @@ class RolloutsKeepTheirWord(Check):
         if record is None or record.snapshot.snapshot_id != snapshot.snapshot_id:
             return  # a leader that stood still puts an older one, which no router takes
         for tag in content.traffic:
-            if not tag.endswith(CANARY_SUFFIX) or self.world.checks.is_bucket_lost:
+            # After the store went back everything is told anew, in any order.
+            if (
+                not tag.endswith(CANARY_SUFFIX)
+                or self.world.checks.is_bucket_lost
+                or self.world.lost_snapshot
+            ):
                 continue
             for proxy in self.world.proxies:
                 if proxy.serves and proxy.proxy_id in self.world.store.checkpoint.proxies:

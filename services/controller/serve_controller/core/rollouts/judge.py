@@ -32,6 +32,10 @@ REQUESTS_FOR_TIMES: Final = 300
 """Requests of the old version that must have ended before times are chosen that latencies are compared at."""
 
 
+RECENT_REQUESTS: Final = 5_000.0
+"""Requests that these times are chosen from: so many of the last ones."""
+
+
 class GateStatus(Enum):
     """What the requests have shown."""
 
@@ -137,26 +141,38 @@ def requests_in(request_counts: RequestCounts) -> int:
     return request_counts.successes + request_counts.client_errors + request_counts.errors
 
 
-def with_times(gates: tuple[Gate, ...], old_version: RequestCounts) -> tuple[Gate, ...]:
-    """The gates with the times that the next requests are compared at, chosen from all that the old version has done.
+def with_times(gates: tuple[Gate, ...], recent: Mapping[int, float]) -> tuple[Gate, ...]:
+    """The gates with the times that the next requests are compared at, chosen from those of the old version.
 
-    Why anew each time: what it did first, when the rollout began, may be no measure. That is allowed as long as no
-    request is judged by a time that it took part in choosing.
+    Why anew each time: what it did first, or while something hung, is no measure for long. That is allowed as long as
+    no request is judged by a time that it took part in choosing.
     """
-    if sum(old_version.times.values()) < REQUESTS_FOR_TIMES:
+    if sum(recent.values()) < REQUESTS_FOR_TIMES:
         return gates
     return tuple(
-        msgspec.structs.replace(gate, bucket=_quantile(old_version.times, _QUANTILES[gate.kind]))
+        msgspec.structs.replace(gate, bucket=_quantile(recent, _QUANTILES[gate.kind]))
         if gate.kind in _QUANTILES
         else gate
         for gate in gates
     )
 
 
-def _quantile(times: Mapping[int, int], share: float) -> int:
+def with_recent(recent: Mapping[int, float], *more: RequestCounts | None) -> dict[int, float]:
+    """The times of the old version with newer ones; older ones count less, so that they never add up to more than
+    `RECENT_REQUESTS`."""
+    times = dict(recent)
+    for counts in more:
+        for bucket, count in ({} if counts is None else counts.times).items():
+            times[bucket] = times.get(bucket, 0.0) + count
+    requests = sum(times.values())
+    share = min(1.0, RECENT_REQUESTS / requests) if requests else 1.0
+    return {bucket: count * share for bucket, count in times.items() if count * share >= 0.01}
+
+
+def _quantile(times: Mapping[int, float], share: float) -> int:
     """The bucket that has this quantile: at its end at most ``1 - share`` of the times are still to come."""
-    left = math.floor(sum(times.values()) * (1 - share))
-    above = 0
+    left = sum(times.values()) * (1 - share)
+    above = 0.0
     for bucket in sorted(times, reverse=True):
         above += times[bucket]
         if above > left:

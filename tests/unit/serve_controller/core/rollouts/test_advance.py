@@ -144,6 +144,20 @@ def test_times_that_hardly_vary_are_compared_too() -> None:
         assert world.rollout.outcome is outcome, world.rollout.progress
 
 
+def test_a_hang_of_everything_does_not_keep_it_from_a_verdict() -> None:
+    world = World()
+    world.start()
+    world.run_to_step(0)
+    usual, world.traffic = (
+        world.traffic,
+        Traffic(world.loop, TAG, model(median_s=3.0), model(median_s=3.0), rate=600.0, seed=2),
+    )
+    world.run(5)
+    world.traffic = usual
+    world.run(120)
+    assert world.rollout.step > 0, world.rollout.reason
+
+
 def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
     world = World(rate=0.0)
     world.start()
