@@ -39,7 +39,7 @@ SECRET_PARTS: Final = (
     "token",
 )
 """A header or query parameter whose name has one of these is redacted always; ``_`` in names counts as ``-``."""
-SECRET_PARAMETERS: Final = frozenset({"code", "key", "pwd", "sig", "signature", "x-amz-credential"})
+SECRET_PARAMETERS: Final = frozenset({"code", "key", "pwd", "sig", "signature", "x-amz-signature"})
 HEADERS_MAX: Final = 100
 """Maximum captured headers of a message."""
 HEADER_BYTES_MAX: Final = 4 * 1024

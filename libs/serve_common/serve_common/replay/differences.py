@@ -83,7 +83,8 @@ class ResponseComparator:
     """Compares responses with a tolerance, without what is ignored."""
 
     def __init__(self, tolerance: float = 0.0, ignored: Iterable[str] = ()) -> None:
-        """Numbers are equal when they differ by at most ``tolerance``, absolutely or relative to the larger one.
+        """Numbers are equal when they differ by at most ``tolerance``, absolutely or relative to the larger one;
+        two integers only when they are the same.
 
         ``ignored`` are JSON paths, with all below them, or some of `PARTS`. Raises `BadField` for one that is neither.
         """
@@ -160,6 +161,8 @@ class ResponseComparator:
     def _is_close(self, old: float, new: float) -> bool:
         if old == new or (old != old and new != new):  # noqa: PLR0124 - NaN
             return True
+        if isinstance(old, int) and isinstance(new, int):
+            return False  # numbers of things, and ids, are exact
         try:
             return math.isclose(old, new, rel_tol=self._tolerance, abs_tol=self._tolerance)
         except OverflowError:  # integers of any size

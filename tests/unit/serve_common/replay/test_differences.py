@@ -78,6 +78,8 @@ def test_parameters_of_a_content_type_do_not_count():
         (1e-6, "1.1", "1.2", False),
         (0.2, "1.1", "1.2", True),
         (1e-6, "0.0", "1e-9", True),
+        (1e-6, "10000001", "10000002", False),
+        (1e-6, "10000001", "10000002.0", True),
     ],
 )
 def test_numbers_are_equal_within_the_tolerance(tolerance, old, new, is_equal):
