@@ -190,6 +190,12 @@ COMMANDS: Final[dict[str, tuple[int, Rng]]] = {
             options={"relative_slo_ms": d.choice([None, 100.0, 250.0])},
         ),
     ),
+    "set_capture": (
+        3,
+        lambda d, _: c.SetCapture(
+            endpoint=d.choice([*ENDPOINTS, "a", "shop/web"]), share=d.choice([0.0, 0.5, 1.0])
+        ),
+    ),
     "rollback": (
         8,
         lambda d, r: c.Rollback(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, final
 from urllib.parse import unquote_plus
 
@@ -95,8 +96,8 @@ class CaptureRule:
     def _redact_headers(self, headers: Headers) -> CapturedHeaders:
         redacted: CapturedHeaders = []
         for raw_name, value in headers[:HEADERS_MAX]:
-            name = raw_name.decode("latin-1").lower()
-            is_secret = name in self._headers or name in SECRET_HEADERS or _has_secret_part(name)
+            name, is_secret = _read_name(raw_name)
+            is_secret = is_secret or name in self._headers
             redacted.append((name, REDACTED if is_secret else value[:HEADER_BYTES_MAX].decode("latin-1")))
         return redacted
 
@@ -115,6 +116,13 @@ class CaptureRule:
             )
             parts.append(f"{name}={REDACTED}" if is_secret and equals else part)
         return "&".join(parts)[:TARGET_LENGTH_MAX]
+
+
+@lru_cache(maxsize=1024)
+def _read_name(raw_name: bytes) -> tuple[str, bool]:
+    """A header's name in lower case, and whether it has secrets; cached, because the same few recur."""
+    name = raw_name.decode("latin-1").lower()
+    return name, name in SECRET_HEADERS or _has_secret_part(name)
 
 
 def _has_secret_part(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, final
 import msgspec
 
 from serve_common.errors import BadField
-from serve_common.json_paths import JsonPath, is_below, parse_json_path
+from serve_common.json_paths import JsonPath, decode_json, is_below, parse_json_path
 
 STATUS: Final = "status"
 CONTENT_TYPE: Final = "content-type"
@@ -198,7 +198,7 @@ def _media_type(content_type: str) -> str:
 
 def _parse_json(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return decode_json(body)[0]
     except (ValueError, RecursionError):
         return _MISSING
 

@@ -124,7 +124,7 @@ def test_a_fault_that_comes_at_random_is_found_by_its_rate():
             body["label"] = "class 10"
         return ok(body)
 
-    [found] = [one for one in replay(7, respond).paths if one.status is PathStatus.DIFFERENT]
+    [found] = [one for one in replay(7, respond, 1_000).paths if one.status is PathStatus.DIFFERENT]
     assert found.path == "$.label"
 
 
