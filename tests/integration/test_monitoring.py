@@ -58,7 +58,7 @@ MAY_BE_EMPTY = {
     "control-plane / Effects that failed A": "no effect fails while NATS, Postgres and the hosts are well",
     **{
         f"{board} / annotation Change of leader": "one controller, which lives"
-        for board in ("overview", "backend", "autoscaling", "control-plane", "bus-and-hosts")
+        for board in ("overview", "backend", "autoscaling", "rollouts", "control-plane", "bus-and-hosts")
     },
 }
 """What has nothing to show on a healthy stack, with the reason. It must be answered all the same."""
@@ -68,6 +68,7 @@ PROVOKED = {
     "MusterReplicaCrashLoop",
     "MusterReplicasShort",
     "MusterRequestsFail",
+    "MusterRolloutAborted",
     "MusterScalingAtMaximum",
 }
 """Alerts that this load, or a replica that dies, may leave pending."""

@@ -12,6 +12,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.config.backend import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, parse_backend_tag
 from serve_controller.core.objects import BackendVersion, ReplicaState
+from serve_controller.core.rollouts.record import rolled_out
 from tests.simulation.check_budgets import wanted_of
 from tests.simulation.clients import Step
 from tests.simulation.sim_host import BAD_CONFIG, Code
@@ -27,8 +28,16 @@ CPUS_MAX = 5.0
 def mending(world: World) -> list[Step]:
     """What a sensible client does before the calm: asks for no more than fits, of code that works."""
     steps = [Step(c.UndrainHost(host_id=host_id)) for host_id in sorted(world.checks.reference.now.drained)]
+    steps += [
+        Step(c.ControlRollout(name=tag, action=c.RolloutAction.ABORT))
+        for tag in sorted(world.store.checkpoint.active_rollouts)
+    ]
     # At least one of each, at last with CPUs that some host has.
-    wishes = world.checks.reference.now.backends
+    wishes = {
+        tag: made
+        for tag, made in world.checks.reference.now.backends.items()
+        if rolled_out(BackendTag(tag)) == tag
+    }
     asked = sum(min(made.code.ray_actor_options.num_cpus, 1.0) for made in wishes.values())
     for tag, made in sorted(wishes.items()):
         cpus = made.code.ray_actor_options.num_cpus

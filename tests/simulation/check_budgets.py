@@ -12,6 +12,8 @@ from serve_common.names import BackendTag, HostId, ReplicaTag, parse_backend_tag
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals import owned_backends
 from serve_controller.core.objects import Backend, Goal, ObjectKind, Replica, ReplicaState
+from serve_controller.core.rollouts.closing import PAUSED_BY
+from serve_controller.core.rollouts.record import BASELINE_SUFFIX, CANARY_SUFFIX
 from serve_controller.shell.queries import parse_request
 from tests.simulation.world_store import Check, Commit
 
@@ -266,6 +268,9 @@ class UsersWinOverTheAutoscaler(Check):
 
     def _moved_by_a_plan(self, known: Backend, backend: Backend) -> None:
         was, number = known.target.backend_config.num_replicas, backend.target.backend_config.num_replicas
+        if backend.backend_tag.endswith((CANARY_SUFFIX, BASELINE_SUFFIX)):
+            self.world.check(number >= was, f"a rollout takes replicas from {backend.backend_tag}")
+            return
         if was != number:
             self.world.trace(f"{backend.backend_tag} is autoscaled {was} → {number}")
             is_scaled = known.target.backend_config.autoscaling_config is not None
@@ -274,6 +279,6 @@ class UsersWinOverTheAutoscaler(Check):
                 f"{backend.backend_tag} was moved from {was} to {number} though the load has no say",
             )
         self.world.check(
-            known.autoscaling_paused == backend.autoscaling_paused,
+            known.autoscaling_paused == backend.autoscaling_paused or known.autoscaling_paused == PAUSED_BY,
             f"a plan paused or resumed {backend.backend_tag}",
         )

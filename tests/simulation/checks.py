@@ -36,6 +36,7 @@ from tests.simulation.check_routing import (
     SnapshotsAreTrue,
 )
 from tests.simulation.reference import Reference
+from tests.simulation.rollout_wishes import RolloutsKeepTheirWord
 from tests.simulation.world_store import Check, Commit
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class Checks:
             self.attention,
             VisibleIsDurable(world),
             UsersWinOverTheAutoscaler(world),
+            RolloutsKeepTheirWord(world),
         ]
         self._hooks: dict[str, list[Callable[..., None]]] = {
             hook: [getattr(check, hook) for check in self.all if hasattr(check, hook)] for hook in HOOKS

@@ -16,9 +16,11 @@ from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals import owned_backends, owned_endpoints
+from serve_controller.core.goals import application_owned, owned_backends, owned_endpoints
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind, ObjectKind
+from serve_controller.core.rollouts.record import Rollout
 from serve_controller.shell.queries import parse_request
+from tests.simulation import rollout_wishes
 from tests.simulation.wishes import (
     ENDED,
     LOADED,
@@ -67,6 +69,12 @@ class Reference(Check):
         for entry in commit.history:
             command = parse_request(entry.verb, entry.request.encode())
             self._command(command, commit.before, commit.after)
+        for rollout in commit.puts(Rollout):
+            known_rollout = commit.before.rollouts.get(rollout.backend_tag)
+            if rollout_wishes.follow(self.now, self.good, known_rollout, rollout):
+                tag = rollout.backend_tag
+                self.good.backends[tag] = self.now.backends[tag]
+                self._remember(tag, self.now.endpoints.get(tag))
         for value in () if commit.history else commit.puts(Application):
             known = commit.before.applications.get(value.name)
             moved = known is not None and known.target.takes_over is not None
@@ -100,7 +108,13 @@ class Reference(Check):
                 return f"{goal_id} is acknowledged and not recorded"
         request_id = getattr(command, "request_id", None)
         is_retry = request_id is not None and isinstance(reply, c.ChangeReply) and reply.goal_id is not None
-        if isinstance(command, c.Rollback) or is_retry or getattr(command, "version", "") is None:
+        is_rollout = isinstance(command, c.StartRollout | c.ControlRollout)
+        if (
+            isinstance(command, c.Rollback)
+            or is_rollout
+            or is_retry
+            or getattr(command, "version", "") is None
+        ):
             return ""
         if self.world.store.late_writes_s is not None or self.world.is_restore_unnoticed:
             return ""
@@ -116,6 +130,11 @@ class Reference(Check):
             self.requests.add(request_id)
         if isinstance(command, c.Rollback):
             self._roll_back(command, after)
+            return
+        if isinstance(command, c.StartRollout):
+            rollout_wishes.start(self.now, command)
+            return
+        if isinstance(command, c.ControlRollout):
             return
         self._note_alone(command, before)
         apply(self.now, self.good, command)
@@ -231,7 +250,8 @@ class Reference(Check):
         if goal.kind is GoalKind.HTTP:
             self.now.http = self.good.http
             return
-        whole = goal.kind is GoalKind.APPLICATION
+        # The goal of a build that failed has the name of an application and changes nothing of it.
+        whole = goal.kind is GoalKind.APPLICATION and application_owned(goal.subject) in goal.owns
         had_worked = whole and goal.subject in self.good.groups
         if had_worked:
             good, now = self.good.groups[goal.subject], self.now.groups[goal.subject]
@@ -283,6 +303,7 @@ class Reference(Check):
                 continue
             target = backend.target
             made = Made(target.replica_config, modelled(target.backend_config), target.version)
+            made = rollout_wishes.of_rollout(tag, made)
             check(made == wish, lambda tag=tag, made=made, wish=wish: f"{tag} is to be {made}, not {wish}")
         for tag in sorted({*after.endpoints, *self.now.endpoints}):
             if tag in leaving:

@@ -10,6 +10,7 @@ from typing import Final
 from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.config.rollout import RolloutConfig
 from serve_controller.shell.control_loop import Term
 from tests.simulation.clients import Step
 from tests.simulation.crashes import CrashPoint
@@ -89,6 +90,33 @@ PAIR_STORY: Final = [
     Step(deploy("a", "v2", num=1, request_id="r2", config=1, route="/new"), ends=GOOD),
     Step(deploy("a", "v3", num=2, request_id="r3", code=Code.RAISES), ends=BAD),
     Step(c.DeleteDeployment(name="a"), ends=GOOD),
+]
+
+
+def _rollout(version: str, *steps: str, request_id: str, code: Code = Code.GOOD) -> c.StartRollout:
+    return c.StartRollout(
+        name="a",
+        version=version,
+        request_id=request_id,
+        replica_config={"import_path": code.value},
+        rollout=RolloutConfig(steps=steps),
+    )
+
+
+ROLLOUT_STORY: Final = [
+    Step(deploy("a", "v1", num=2, request_id="r1"), ends=GOOD),
+    Step(_rollout("v2", "25%", "50%", "100%", request_id="r2"), ends=GOOD),
+    Step(_rollout("bad", "25%", "100%", request_id="r3"), ends=BAD),
+    Step(_rollout("v3", "25%", "100%", request_id="r4", code=Code.RAISES), ends=BAD),
+    Step(c.DeleteDeployment(name="a"), ends=GOOD),
+]
+"""A version that is promoted, one that fails its requests, and one that does not start."""
+
+
+ROLLOUT_PAIR_STORY: Final = [
+    Step(deploy("a", "v1", num=1, request_id="r1"), ends=GOOD),
+    Step(_rollout("v2", "50%", "100%", request_id="r2"), ends=GOOD),
+    Step(_rollout("bad", "50%", "100%", request_id="r3"), ends=BAD),
 ]
 
 

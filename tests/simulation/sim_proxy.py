@@ -10,13 +10,18 @@ from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
+from serve_common.routing.request_counts import RequestCounter
 from serve_common.routing.route_table import HttpChange, SnapshotTable
+from tests.simulation.rollout_wishes import BAD
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 REPORT_INTERVAL_S: Final = 1.0
 COALESCE_S: Final = 0.01
+JUDGED_INTERVAL_S: Final = 0.5
+REQUESTS: Final = 400
+"""Of each endpoint through each proxy between two reports."""
 MISSING_MIDDLEWARE: Final = "missing:middleware"
 """No proxy can import it."""
 
@@ -48,6 +53,8 @@ class SimProxy:
         self._is_open = False
         """The first options that were found are in force, or there were none."""
         self._is_report_due = False
+        self.counts: dict[BackendTag, RequestCounter] = {}
+        """What became of the requests of backends that take part in rollouts, in this life."""
         self.world.bus.open_watch(self)
         self._tick(self.lives)
 
@@ -75,8 +82,26 @@ class SimProxy:
 
     def _tick(self, life: int) -> None:
         if self.is_up and self.lives == life:
+            self._serve_judged()
             self.report()
-            self.world.after(REPORT_INTERVAL_S, lambda: self._tick(life))
+            interval_s = JUDGED_INTERVAL_S if self.counts else REPORT_INTERVAL_S
+            self.world.after(interval_s, lambda: self._tick(life))
+
+    def _serve_judged(self) -> None:
+        """Requests since the last tick, of the backends that take part in rollouts."""
+        judged = {tag for tag, backend in self.backends.items() if backend.is_judged}
+        self.counts = {tag: self.counts.get(tag) or RequestCounter() for tag in sorted(judged)}
+        if not self.serves:
+            return
+        for endpoint in self.endpoints.values():
+            for tag in judged & endpoint.traffic.keys():
+                backend = self.world.store.checkpoint.backends.get(tag)
+                version = "" if backend is None else backend.target.version or ""
+                number = round(REQUESTS * endpoint.traffic[tag])
+                for n in range(number):
+                    status = 500 if version.startswith(BAD) and n % 2 else 200
+                    self.counts[tag].add(status, 0.02 if n % 3 else 0.05)
+                self.world.requests[tag] += number
 
     def hear(self, entries: Mapping[str, Snapshot | None], *, whole: bool) -> None:
         """The bucket's content came, in the order of its changes."""
@@ -149,6 +174,7 @@ class SimProxy:
                 http_error=self.http_error,
                 http_error_snapshot_id=self.http_error_id,
                 leaving=self.is_leaving,
+                request_counts={tag: counts.report() for tag, counts in self.counts.items()},
             )
         )
 

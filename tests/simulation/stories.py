@@ -16,6 +16,7 @@ from serve_common.config.backend import (
     RayActorOptions,
     ReplicaConfig,
 )
+from serve_common.config.rollout import RolloutConfig
 from tests.simulation.clients import Step
 from tests.simulation.sim_host import BAD_CONFIG, Code
 from tests.simulation.sim_proxy import MISSING_MIDDLEWARE
@@ -77,6 +78,24 @@ def _deploy(dice: random.Random, request_id: str | None) -> c.Deploy:
         version=dice.choice([*VERSIONS, None]),
         prev_version=dice.choice([None, None, None, *VERSIONS]),
         endpoint_options=_endpoint_options(dice),
+        request_id=request_id,
+    )
+
+
+def _start_rollout(dice: random.Random, request_id: str | None) -> c.StartRollout:
+    steps = dice.choice([("50%", "100%"), ("shadow 50%", "25%", "100%"), ("10% 1s", "50% wait", "100%")])
+    return c.StartRollout(
+        name=dice.choice([*DEPLOYMENTS, *BACKENDS]),
+        version=dice.choice([*VERSIONS, "bad", None]),
+        replica_config={"import_path": code(dice).import_path},
+        backend_config=dice.choice([{}, {}, {"user_config": 3}, {"max_queued_requests": 10}]),
+        rollout=RolloutConfig(
+            steps=steps,
+            max_replica_failures=dice.choice([0, 2]),
+            keeps_failed=dice.random() < 0.2,
+            cool_down_s=dice.choice([0.0, 5.0]),
+        ),
+        again=dice.random() < 0.2,
         request_id=request_id,
     )
 
@@ -200,6 +219,15 @@ COMMANDS: Final[dict[str, tuple[int, Rng]]] = {
         8,
         lambda d, r: c.Rollback(
             name=d.choice([*DEPLOYMENTS, *BACKENDS]), to=d.choice([None, None, *VERSIONS, 1]), request_id=r
+        ),
+    ),
+    "start_rollout": (8, _start_rollout),
+    "control_rollout": (
+        6,
+        lambda d, _: c.ControlRollout(
+            name=d.choice([*DEPLOYMENTS, *BACKENDS]),
+            action=d.choice(list(c.RolloutAction)),
+            step=d.choice([None, None, 0]),
         ),
     ),
     "delete_deployment": (6, lambda d, _: c.DeleteDeployment(name=d.choice(DEPLOYMENTS))),

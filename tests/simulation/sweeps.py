@@ -17,9 +17,17 @@ from concurrent.futures import ProcessPoolExecutor
 
 import structlog
 
+from tests.simulation.clients import Step
 from tests.simulation.crashes import CrashPoint
 from tests.simulation.runs import Outcome, run_seed
-from tests.simulation.scenario import PAIR_STORY, STORY, effects_of, run_story
+from tests.simulation.scenario import (
+    PAIR_STORY,
+    ROLLOUT_PAIR_STORY,
+    ROLLOUT_STORY,
+    STORY,
+    effects_of,
+    run_story,
+)
 
 CHUNK = 25
 TRACE_SHOWN = 60
@@ -46,6 +54,14 @@ def _singles(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
 
 def _pairs(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
     return [_lean(run_story(PAIR_STORY, points)) for points in chunk]
+
+
+def _rollout_singles(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
+    return [_lean(run_story(ROLLOUT_STORY, points)) for points in chunk]
+
+
+def _rollout_pairs(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
+    return [_lean(run_story(ROLLOUT_PAIR_STORY, points)) for points in chunk]
 
 
 def _lean(outcome: Outcome) -> Outcome:
@@ -78,6 +94,10 @@ def _sweep(
     return failed
 
 
+def _points(story: list[Step]) -> list[CrashPoint]:
+    return [(number, after) for number in range(effects_of(story)) for after in (False, True)]
+
+
 def main() -> int:
     """0 when every promise was kept."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
@@ -97,11 +117,18 @@ def main() -> int:
         seeds = range(options.seed, options.seed + options.seeds)
         failed = _sweep(pool, "seeds", _seeds, seeds)
         if not options.no_crashes:
-            points = [(n, after) for n in range(effects_of(STORY)) for after in (False, True)]
-            failed += _sweep(pool, "single crashes", _singles, (frozenset({p}) for p in points))
-            points = [(n, after) for n in range(effects_of(PAIR_STORY)) for after in (False, True)]
-            pairs = (frozenset(pair) for pair in itertools.combinations(points, 2))
-            failed += _sweep(pool, "pairs of crashes", _pairs, pairs)
+            for title, run, story in (
+                ("", _singles, STORY),
+                (" in rollouts", _rollout_singles, ROLLOUT_STORY),
+            ):
+                singles = (frozenset({point}) for point in _points(story))
+                failed += _sweep(pool, f"single crashes{title}", run, singles)
+            for title, run, story in (
+                ("", _pairs, PAIR_STORY),
+                (" in rollouts", _rollout_pairs, ROLLOUT_PAIR_STORY),
+            ):
+                pairs = (frozenset(pair) for pair in itertools.combinations(_points(story), 2))
+                failed += _sweep(pool, f"pairs of crashes{title}", run, pairs)
     for outcome in failed[:3]:
         print(f"\n{outcome.name}, the end of its trace:")
         print("\n".join(outcome.trace[-TRACE_SHOWN:]))

@@ -12,6 +12,7 @@ from tests.simulation.clients import Step
 from tests.simulation.scenario import (
     GROUP_STORY,
     PAIR_STORY,
+    ROLLOUT_STORY,
     STORY,
     effects_of,
     run_stall,
@@ -56,6 +57,15 @@ def test_a_crash_at_each_single_effect_loses_nothing(after: bool, story: list[St
             broken.append((outcome.name, outcome.violations))
     assert broken == []
     assert fired == {*EFFECTS} - {"retract_snapshot"}, "nothing foreign is in the simulated bucket"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_crash_in_a_rollout_loses_nothing(after: bool) -> None:
+    """At every eighth effect; `make simulate` does so at every one, and in pairs."""
+    count = effects_of(ROLLOUT_STORY)
+    outcomes = [run_story(ROLLOUT_STORY, frozenset({(n, after)})) for n in range(after, count, 8)]
+    assert [(o.name, o.violations) for o in outcomes if o.violations] == []
+    assert all(len(outcome.crashed) == 1 for outcome in outcomes)
 
 
 def test_pairs_of_crashes_lose_nothing() -> None:

@@ -23,7 +23,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from serve_common.direct.link import link_token
-from serve_common.dispatch import dispatcher as dispatching
+from serve_common.dispatch import timers as timing
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.request_body import RequestBody, UploadMemory
@@ -444,7 +444,7 @@ CUTS: dict[str, Callable[[Plane], None]] = {
 async def test_every_story_ends_well_wherever_its_ways_are_cut(
     story: str, mode: DirectMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatching, "PROBE_AFTER_S", 0.05)
+    monkeypatch.setattr(timing, "PROBE_AFTER_S", 0.05)
     frames, _ = await run(story, mode, None, 0)
     cuts = 0
     for name, cut in CUTS.items():
@@ -464,7 +464,7 @@ async def test_every_story_ends_well_wherever_its_ways_are_cut(
 async def test_a_response_that_began_over_the_bus_goes_on_over_a_link_that_opens(
     path: str, *, is_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatching, "PROBE_AFTER_S", 0.05)
+    monkeypatch.setattr(timing, "PROBE_AFTER_S", 0.05)
     over_links = 0
     for at in range(1, 12):
         app = App()
@@ -494,7 +494,7 @@ async def test_a_response_that_began_over_the_bus_goes_on_over_a_link_that_opens
 async def test_many_requests_at_once_survive_any_row_of_cuts(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatching, "PROBE_AFTER_S", 0.05)
+    monkeypatch.setattr(timing, "PROBE_AFTER_S", 0.05)
     chance = random.Random(seed)
     app = App()
     plane = Plane(app.asgi, chance.choice([DirectMode.BODIES, DirectMode.ALL]))

@@ -32,13 +32,23 @@ from serve_controller.core.commands import changes, decide, deployments
 from serve_controller.core.dirty_set import DirtySet
 from serve_controller.core.objects import Backend, Deployment, HostRecord, ReplicaState
 from serve_controller.core.rolling_update import old_replicas
+from serve_controller.core.rollouts import advance, judge
+from serve_controller.core.rollouts.judge import GateResult, GateStatus
 from serve_controller.shell import control_loop as term
 from serve_controller.shell import observations as hearing
 from serve_controller.shell.boundary import LeadersBoundary
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.leadership import BusLiveness
 from tests.simulation.runs import run_seed
-from tests.simulation.scenario import PAIR_STORY, STORY, effects_of, run_stall, run_story, run_stuck
+from tests.simulation.scenario import (
+    PAIR_STORY,
+    ROLLOUT_STORY,
+    STORY,
+    effects_of,
+    run_stall,
+    run_story,
+    run_stuck,
+)
 from tests.simulation.world import Faults
 from tests.simulation.world_store import WorldStore
 
@@ -329,6 +339,28 @@ def test_a_mutant_of_the_core_is_caught(name: str, monkeypatch: pytest.MonkeyPat
     for owner, attribute, replacement in MUTANTS[name]:
         monkeypatch.setattr(owner, attribute, replacement)
     assert caught(first_seed=SHOWN_BY.get(name, 0))
+
+
+def _never_failed(results: tuple[GateResult, ...]) -> GateStatus:
+    status = judge.get_status(results)
+    return GateStatus.UNKNOWN if status is GateStatus.FAILED else status
+
+
+ROLLOUT_MUTANTS: dict[str, list[Patch]] = {
+    "requests are judged again with every report": [(advance, "difference", lambda now, _before: now)],
+    "a step passes without requests": [(advance, "get_status", lambda _: GateStatus.PASSED)],
+    "requests go to a version before every proxy knows it": [(advance, "_not_ready", lambda *_: "")],
+    "a version that fails its requests stays": [(advance, "get_status", _never_failed)],
+    "a version that does not start is waited for": [(advance, "_why_wrong", lambda *_: "")],
+    "what an abort leaves is not deleted": [(advance, "baseline_tag", lambda tag: tag)],
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUT_MUTANTS)
+def test_a_mutant_of_rollouts_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, attribute, replacement in ROLLOUT_MUTANTS[name]:
+        monkeypatch.setattr(owner, attribute, replacement)
+    assert run_story(ROLLOUT_STORY).violations
 
 
 def test_a_new_leader_that_commands_hosts_before_it_knows_the_bucket_is_caught(

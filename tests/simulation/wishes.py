@@ -11,6 +11,7 @@ from serve_common.api import commands as c
 from serve_common.config import backend as merging
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.names import HostId, deployment_tag
+from serve_controller.core.rollouts.record import BASELINE_SUFFIX, CANARY_SUFFIX
 
 
 class Made(NamedTuple):
@@ -117,10 +118,12 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
         case c.DeleteApplication():
             group = now.groups.pop(command.name, None)
             good.groups.pop(command.name, None)
-            for tag in [t for t in now.backends if group is not None and t.startswith(f"{command.name}/")]:
+            for tag in _parts(now, command.name) if group is not None else []:
                 _delete(now, good, tag)
         case c.RecordBuildFailure():
             pass
+        case c.StartRollout() | c.ControlRollout():
+            pass  # see `rollout_wishes`
         case c.CreateEndpoint():
             traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
             tag = deployment_tag(command.endpoint)
@@ -162,6 +165,15 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             raise AssertionError(f"the model does not know {command}")
 
 
+def _parts(now: Wishes, name: str) -> list[str]:
+    """The backends of an application, without those that only a rollout needs, which ends them."""
+    return [
+        tag
+        for tag in now.backends
+        if tag.startswith(f"{name}/") and not tag.endswith((CANARY_SUFFIX, BASELINE_SUFFIX))
+    ]
+
+
 def _put(now: Wishes, good: Wishes, tag: str, made: Made) -> None:
     if tag not in now.backends:
         good.drop(tag)  # it is new, or was given up: should it fail, what was before must not come back
@@ -196,7 +208,7 @@ def _part(now: Wishes, good: Wishes, tag: str) -> None:
         now.groups.pop(name)
         good.groups.pop(name, None)
         # Also what a goal left out that was replaced or failed, and that nobody put back.
-        for left in [t for t in now.backends if t.startswith(f"{name}/")]:
+        for left in _parts(now, name):
             _delete(now, good, left)
 
 
@@ -205,8 +217,8 @@ def _deploy_application(now: Wishes, good: Wishes, command: c.DeployApplication)
     members = {f"{name}/{spec.name}": spec for spec in command.deployments}
     ingress = f"{name}/{command.ingress}"
     if name in now.groups:
-        for tag in now.backends:
-            if tag.startswith(f"{name}/") and tag not in members:
+        for tag in _parts(now, name):
+            if tag not in members:
                 now.leaving[tag] = name
     if name not in now.groups:
         good.groups.pop(name, None)

@@ -7,9 +7,10 @@ What they touch is a twin. Nothing ever really waits, and the same seed gives th
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
-from serve_common.names import GoalId, ReplicaTag
+from serve_common.names import BackendTag, GoalId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.shell.control_loop import Term
 from tests.simulation.checks import Checks
@@ -60,6 +61,8 @@ class World(Kernel):
         """When the store last went back."""
         self.lost_epoch = self.lost_snapshot = 0
         """The highest numbers that were given in what a restored store lost."""
+        self.requests: Counter[BackendTag] = Counter()
+        """Requests that proxies have brought to backends that take part in rollouts."""
         self.lost_goals: set[GoalId] = set()
         self.unseen_goals: set[GoalId] = set()
         """Those of them of which nothing had come to anybody: nobody can know that their ids were given."""

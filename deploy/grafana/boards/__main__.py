@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from deploy.grafana.boards import autoscaling, backend, bus_and_hosts, control_plane, overview
+from deploy.grafana.boards import autoscaling, backend, bus_and_hosts, control_plane, overview, rollouts
 from deploy.grafana.boards.grafana_json import dashboard
 
 DIRECTORY: Final = Path(__file__).parents[1] / "dashboards"
@@ -15,6 +15,7 @@ BOARDS: Final = {
     "overview": overview.BOARD,
     "backend": backend.BOARD,
     "autoscaling": autoscaling.BOARD,
+    "rollouts": rollouts.BOARD,
     "control-plane": control_plane.BOARD,
     "bus-and-hosts": bus_and_hosts.BOARD,
 }

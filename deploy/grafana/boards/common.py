@@ -10,6 +10,7 @@ from deploy.grafana.boards.promql import OF_BACKEND, WINDOW, quantile
 OVERVIEW: Final = "muster-overview"
 BACKEND: Final = "muster-backend"
 AUTOSCALING: Final = "muster-autoscaling"
+ROLLOUTS: Final = "muster-rollouts"
 CONTROL_PLANE: Final = "muster-control-plane"
 BUS_AND_HOSTS: Final = "muster-bus-and-hosts"
 

@@ -36,6 +36,7 @@ from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.adapters.replica_evaluator import NatsReplicaEvaluator
+from serve_controller.adapters.rollout_metrics import RolloutCollector
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, CrashingBoundary, OpenBoundary, kill_after
 from serve_controller.shell.code_store import CodeStore
@@ -80,6 +81,7 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         registry, lambda: None if service is None else service.term, SystemClock().now, refused
     )
     registry.register(AutoscalingCollector(lambda: service, SystemClock()))
+    registry.register(RolloutCollector(lambda: None if service is None else service.term, SystemClock().now))
     nats_servers = NatsMonitorReader(
         settings.nats_monitors,
         leads=lambda: service is not None and service.term is not None,

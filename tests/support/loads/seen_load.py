@@ -14,10 +14,18 @@ from typing import Final
 import aiohttp
 
 from muster.client.admin import AdminClient
-from serve_common.api.commands import ChangeReply, Deploy, ShadowTraffic
+from serve_common.api.commands import (
+    ChangeReply,
+    ControlRollout,
+    Deploy,
+    RolloutAction,
+    ShadowTraffic,
+    StartRollout,
+)
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.config.rollout import RolloutConfig
 from serve_common.names import GoalId
 from tests.support.paths import APPS
 
@@ -28,7 +36,7 @@ _DEATH_EVERY_S: Final = 5.0
 
 
 async def deploy(admin: AdminClient) -> None:
-    """One that scales by its load, one that is called, and one that sleeps until it is asked."""
+    """One that scales by its load, one that is called, one that sleeps until it is asked; and two rollouts."""
     scaled = AutoscalingConfig(
         max_replicas=2, metrics_interval_s=1, look_back_period_s=3, upscale_delay_s=0, downscale_delay_s=600
     )
@@ -48,6 +56,17 @@ async def deploy(admin: AdminClient) -> None:
     )
     shadow = ShadowTraffic(endpoint="default/seen", backend_tag="default/quiet", proportion=0.5)
     await _all_done(admin, [await admin.call(shadow)])
+    await _roll_out(admin)
+
+
+async def _roll_out(admin: AdminClient) -> None:
+    """One that stays at its step, and one that is aborted."""
+    plain = [_deploy(name, "Quiet", BackendConfig()) for name in ("rolled", "aborted")]
+    await _all_done(admin, [await admin.call(command) for command in plain])
+    steps = RolloutConfig(steps=("50% wait", "100%"))
+    for command in plain:
+        await admin.call(StartRollout(name=command.name, version="new", rollout=steps))
+    await admin.call(ControlRollout(name="aborted", action=RolloutAction.ABORT))
 
 
 def _deploy(name: str, class_name: str, backend_config: BackendConfig) -> Deploy:
@@ -85,6 +104,7 @@ async def under_load(http_url: str) -> AsyncIterator[None]:
             lambda: _burst(session),
             lambda: _talk(session),
             lambda: _get(session, "/asleep"),
+            *(lambda: _get(session, "/rolled") for _ in range(2)),
             lambda: _get(session, "/nowhere"),
             lambda: _die(session),
         ]

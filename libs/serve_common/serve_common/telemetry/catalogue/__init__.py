@@ -12,6 +12,7 @@ from serve_common.telemetry.catalogue.controllers import AUTOSCALER_METRICS, CON
 from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from serve_common.telemetry.catalogue.proxies import PROXY_METRICS
 from serve_common.telemetry.catalogue.replicas import REPLICA_METRICS
+from serve_common.telemetry.catalogue.rollouts import ROLLOUT_METRICS
 from serve_common.telemetry.catalogue.services import EVERYWHERE_METRICS, HOST_METRICS
 from serve_common.telemetry.catalogue.specs import MetricSpec
 
@@ -24,6 +25,7 @@ CATALOGUE: Final[tuple[MetricSpec, ...]] = (
     *HOST_METRICS,
     *CONTROLLER_METRICS,
     *AUTOSCALER_METRICS,
+    *ROLLOUT_METRICS,
     *NATS_METRICS,
     *EVERYWHERE_METRICS,
 )

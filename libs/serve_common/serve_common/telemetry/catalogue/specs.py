@@ -33,6 +33,14 @@ LABELS: Final = {
         meaning="The endpoint; empty for requests that no route was found for.",
         bound="The endpoints that are deployed.",
     ),
+    "gate": LabelSpec(
+        meaning="What a rollout compares: `errors`, `client_errors`, `latency_p50` or `latency_p99`.",
+        bound="Words of the code.",
+    ),
+    "version": LabelSpec(
+        meaning="Of a rollout: `canary`, the new version, or `baseline`, as many replicas of the old one.",
+        bound="These two.",
+    ),
     "method": LabelSpec(
         meaning="The HTTP method.",
         bound="The seven usual methods; any other one is `other`.",
@@ -43,7 +51,8 @@ LABELS: Final = {
     ),
     "outcome": LabelSpec(
         meaning="What became of it: of a shadow's copy `answered`, `error`, `failed` or `skipped`; of an effect and "
-        "of a load `ok` or what went wrong; of a reading whether it is whole.",
+        "of a load `ok` or what went wrong; of a reading whether it is whole; of a rollout `promoted`, `aborted` or "
+        "`superseded`.",
         bound="Words of the code.",
     ),
     "reason": LabelSpec(

@@ -17,8 +17,8 @@ from serve_common.config.backend import (
     check_backend_config,
     check_replica_config,
 )
-from serve_common.errors import BadField, LimitReached
-from serve_common.names import GoalId, check_name
+from serve_common.errors import BadField, Conflict, LimitReached
+from serve_common.names import BackendTag, GoalId, check_name
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals import backend_keys, end_goal, owned_application, owned_backends
 from serve_controller.core.objects import (
@@ -29,6 +29,7 @@ from serve_controller.core.objects import (
     ObjectKind,
     parse_number,
 )
+from serve_controller.core.rollouts.record import rolled_out
 from serve_controller.core.scaling import scaled_config
 from serve_controller.core.versions import Wanted, with_same_code
 
@@ -203,6 +204,13 @@ def check_methods(methods: list[str]) -> list[str]:
         if method not in METHODS:
             raise BadField(f"methods[{index}]", f"{method[:40]!r} is none of {', '.join(METHODS)}")
     return sorted(set(methods))
+
+
+def check_not_in_rollout(checkpoint: Checkpoint, tag: BackendTag, field: str) -> None:
+    """Raise `Conflict` for the canary or the baseline of a rollout that is under way."""
+    owner = rolled_out(tag)
+    if owner != tag and owner in checkpoint.active_rollouts:
+        raise Conflict(f"{field}: {tag!r} belongs to the rollout of {owner!r}, which decides about it")
 
 
 def check_backend_limit(checkpoint: Checkpoint, more: int) -> None:

@@ -33,6 +33,7 @@ from serve_controller.core.commands.changes import (
     changed,
     check_backend_limit,
     check_methods,
+    check_not_in_rollout,
     check_target,
     goal_failed,
     is_going,
@@ -297,6 +298,7 @@ _FIELD = "backend_tag"
 def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -> Accepted:
     """Create or update a backend that belongs to no deployment."""
     tag = deployment_tag(command.backend_tag, _FIELD)
+    check_not_in_rollout(checkpoint, tag, _FIELD)
     wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
     check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
@@ -316,6 +318,7 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
 def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -> Accepted:
     """Delete a backend that belongs to no deployment; ``force_kill`` stops its replicas without draining."""
     tag = deployment_tag(command.backend_tag, _FIELD)
+    check_not_in_rollout(checkpoint, tag, _FIELD)
     existing = checkpoint.backends.get(tag)
     if existing is None:
         return already_deleted(checkpoint, tag, backend_key(tag))
@@ -338,6 +341,7 @@ def existing_backend(checkpoint: Checkpoint, name: str) -> Backend:
     backend = checkpoint.backends.get(deployment_tag(name, _FIELD))
     if backend is None or backend.deleting:
         raise NotFound(f"{_FIELD}: there is no backend {name[:100]!r}")
+    check_not_in_rollout(checkpoint, backend.backend_tag, _FIELD)
     return backend
 
 
@@ -393,6 +397,7 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     existing = checkpoint.backends.get(tag)
     if existing is None or existing.deleting:
         raise NotFound(f"name: there is no deployment or backend {command.name[:100]!r}")
+    check_not_in_rollout(checkpoint, tag, "name")
     again = retried(checkpoint, command.request_id, tag, backend_key(tag))
     if again is not None:
         return again

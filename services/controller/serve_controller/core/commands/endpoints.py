@@ -26,6 +26,7 @@ from serve_controller.core.commands.changes import (
     already_deleted,
     changed,
     check_methods,
+    check_not_in_rollout,
     goal_failed,
     new_goal,
     nothing_to_do,
@@ -157,6 +158,7 @@ def _is_deployments(checkpoint: Checkpoint, tag: EndpointTag) -> bool:
 
 
 def _check_backend(checkpoint: Checkpoint, tag: BackendTag, field: str) -> None:
+    check_not_in_rollout(checkpoint, tag, field)
     backend = checkpoint.backends.get(tag)
     if backend is None or backend.deleting:
         raise NotFound(f"{field}: there is no backend {tag!r}")

@@ -36,6 +36,7 @@ from serve_controller.core.rollouts.judge import (
     results,
     total,
     with_counts,
+    with_recent,
     with_times,
 )
 from serve_controller.core.rollouts.record import (
@@ -258,9 +259,14 @@ def _judged(
         if missing:
             return rollout, GateStatus.UNKNOWN, missing
         if counted != rollout.counted or counted_by != rollout.counted_by:
-            gates = _judge_counts(rollout, counted, set(counted_by))
+            gates, recent = _judge_counts(rollout, counted, set(counted_by))
             rollout = msgspec.structs.replace(
-                rollout, gates=gates, counted=counted, counted_by=counted_by, judged_at=now
+                rollout,
+                gates=gates,
+                counted=counted,
+                counted_by=counted_by,
+                recent_times=recent,
+                judged_at=now,
             )
             draft.put(rollout)
     assert rollout.judged_step is not None
@@ -280,19 +286,24 @@ def _judged(
 
 def _judge_counts(
     rollout: Rollout, counted: dict[BackendTag, RequestCounts], counted_by: set[str]
-) -> tuple[Gate, ...]:
-    tag = rollout.backend_tag
-    canary, baseline = canary_tag(tag), baseline_tag(tag)
-    # Times are chosen from what was counted before, so that no request is judged by a time that it took part in.
-    before = rollout.counted
-    old_version = total([before.get(tag, _NO_COUNTS), before.get(baseline, _NO_COUNTS)])
-    gates = with_times(rollout.gates, old_version)
+) -> tuple[tuple[Gate, ...], dict[int, float]]:
+    """The gates after what was counted since the last judgement, and the old version's recent times."""
+    tag, recent = rollout.backend_tag, rollout.recent_times
+    # Chosen from what was counted before, so that no request is judged by a time that it took part in.
+    gates = with_times(rollout.gates, recent)
     if not set(rollout.counted_by) <= counted_by:
-        return gates  # a process that had counted some of it is gone, and with it what it counted since
-    news = [difference(counted[one], before.get(one, _NO_COUNTS)) for one in (canary, baseline)]
-    if news[0] is None or news[1] is None:
-        return gates
-    return with_counts(gates, rollout.config, news[0], news[1])
+        return (
+            gates,
+            recent,
+        )  # a process that had counted some of it is gone, and with it what it counted since
+    own, canary, baseline = (
+        difference(counted[one], rollout.counted.get(one, _NO_COUNTS))
+        for one in (tag, canary_tag(tag), baseline_tag(tag))
+    )
+    recent = with_recent(recent, own, baseline)
+    if canary is None or baseline is None:
+        return gates, recent
+    return with_counts(gates, rollout.config, canary, baseline), recent
 
 
 def _counts(

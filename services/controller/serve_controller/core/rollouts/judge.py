@@ -1,7 +1,7 @@
 """Judges a canary by what became of its requests beside those of its baseline.
 
 Every gate compares the probability that a request is bad: that it failed, that it was refused as wrong, that it took
-longer than a time near the baseline's median or 99th percentile. A time is fixed before the requests that it judges
+longer than a time near the baseline's median or 99th percentile. A time is chosen before the requests that it judges
 came, and the canary's is a little longer, so that a small difference accuses nobody.
 """
 
@@ -30,6 +30,10 @@ TOLERATED_BUCKETS: Final = 2
 """A canary that is slower by less than this many buckets (19 %) is not accused."""
 REQUESTS_FOR_TIMES: Final = 300
 """Requests of the old version that must have ended before times are chosen that latencies are compared at."""
+
+
+RECENT_REQUESTS: Final = 5_000.0
+"""Requests that these times are chosen from: so many of the last ones."""
 
 
 class GateStatus(Enum):
@@ -79,7 +83,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: GateKind
     bucket: int | None = None
-    """The bucket beyond whose end a baseline's request counts as slow; None until it is chosen, and of other kinds."""
+    """The bucket that has the baseline's quantile; None until it is known, and of other kinds."""
     worse: Test = Test(side=Side.WORSE, logs=no_evidence(Side.WORSE))
     fine: Test = Test(side=Side.FINE, logs=no_evidence(Side.FINE))
 
@@ -137,23 +141,38 @@ def requests_in(request_counts: RequestCounts) -> int:
     return request_counts.successes + request_counts.client_errors + request_counts.errors
 
 
-def with_times(gates: tuple[Gate, ...], old_version: RequestCounts) -> tuple[Gate, ...]:
-    """The gates with the times that latencies are compared at, chosen from what the old version has done so far."""
-    count = sum(old_version.times.values())
-    if count < REQUESTS_FOR_TIMES:
+def with_times(gates: tuple[Gate, ...], recent: Mapping[int, float]) -> tuple[Gate, ...]:
+    """The gates with the times that the next requests are compared at, chosen from those of the old version.
+
+    Why anew each time: what it did first, or while something hung, is no measure for long. That is allowed as long as
+    no request is judged by a time that it took part in choosing.
+    """
+    if sum(recent.values()) < REQUESTS_FOR_TIMES:
         return gates
     return tuple(
-        msgspec.structs.replace(gate, bucket=_quantile(old_version.times, _QUANTILES[gate.kind]))
-        if gate.kind in _QUANTILES and gate.bucket is None
+        msgspec.structs.replace(gate, bucket=_quantile(recent, _QUANTILES[gate.kind]))
+        if gate.kind in _QUANTILES
         else gate
         for gate in gates
     )
 
 
-def _quantile(times: Mapping[int, int], share: float) -> int:
-    """The first bucket at whose end at most ``1 - share`` of the times are still to come."""
-    left = math.floor(sum(times.values()) * (1 - share))
-    above = 0
+def with_recent(recent: Mapping[int, float], *more: RequestCounts | None) -> dict[int, float]:
+    """The times of the old version with newer ones; older ones count less, so that they never add up to more than
+    `RECENT_REQUESTS`."""
+    times = dict(recent)
+    for counts in more:
+        for bucket, count in ({} if counts is None else counts.times).items():
+            times[bucket] = times.get(bucket, 0.0) + count
+    requests = sum(times.values())
+    share = min(1.0, RECENT_REQUESTS / requests) if requests else 1.0
+    return {bucket: count * share for bucket, count in times.items() if count * share >= 0.01}
+
+
+def _quantile(times: Mapping[int, float], share: float) -> int:
+    """The bucket that has this quantile: at its end at most ``1 - share`` of the times are still to come."""
+    left = sum(times.values()) * (1 - share)
+    above = 0.0
     for bucket in sorted(times, reverse=True):
         above += times[bucket]
         if above > left:
@@ -168,11 +187,9 @@ def with_counts(
     return tuple(
         msgspec.structs.replace(
             gate,
-            worse=_with_block(gate.worse, _block(gate, canary, baseline, TOLERATED_BUCKETS), 0.0),
+            worse=_with_block(gate.worse, _block(gate, Side.WORSE, config, canary, baseline), 0.0),
             fine=_with_block(
-                gate.fine,
-                _block(gate, canary, baseline, _allowed_buckets(config)),
-                _margin(gate.kind, config),
+                gate.fine, _block(gate, Side.FINE, config, canary, baseline), _margin(gate.kind, config)
             ),
         )
         if gate.kind not in _QUANTILES or gate.bucket is not None
@@ -193,8 +210,10 @@ def _with_block(test: Test, block: RequestBlock, margin: float) -> Test:
     )
 
 
-def _block(gate: Gate, canary: RequestCounts, baseline: RequestCounts, more_buckets: int) -> RequestBlock:
-    """The bad ones among the requests of both. A slow one of the canary took ``more_buckets`` more."""
+def _block(
+    gate: Gate, side: Side, config: RolloutConfig, canary: RequestCounts, baseline: RequestCounts
+) -> RequestBlock:
+    """The bad ones among the requests of both."""
     match gate.kind:
         case GateKind.ERRORS:
             return RequestBlock(requests_in(canary), canary.errors, requests_in(baseline), baseline.errors)
@@ -203,17 +222,29 @@ def _block(gate: Gate, canary: RequestCounts, baseline: RequestCounts, more_buck
                 requests_in(canary), canary.client_errors, requests_in(baseline), baseline.client_errors
             )
         case _:
-            assert gate.bucket is not None
+            old, new = _slow_from(gate, side, config)
             return RequestBlock(
                 sum(canary.times.values()),
-                _slower(canary.times, gate.bucket + more_buckets),
+                _slower(canary.times, new),
                 sum(baseline.times.values()),
-                _slower(baseline.times, gate.bucket),
+                _slower(baseline.times, old),
             )
 
 
+def _slow_from(gate: Gate, side: Side, config: RolloutConfig) -> tuple[int, int]:
+    """The buckets from whose beginning on requests count as slow, of the baseline and of the canary.
+
+    A bucket has many times, up to all of them where they hardly vary. That a canary is worse is shown beyond the
+    baseline's bucket, where few of the baseline's times are; that it is fine from that bucket on, where many are.
+    """
+    assert gate.bucket is not None
+    if side is Side.WORSE:
+        return gate.bucket + 1, gate.bucket + 1 + TOLERATED_BUCKETS
+    return gate.bucket, gate.bucket + _allowed_buckets(config)
+
+
 def _slower(times: Mapping[int, int], bucket: int) -> int:
-    return sum(count for at, count in times.items() if at > bucket)
+    return sum(count for at, count in times.items() if at >= bucket)
 
 
 def _allowed_buckets(config: RolloutConfig) -> int:
@@ -283,15 +314,12 @@ def _text(gate: Gate, config: RolloutConfig, status: GateStatus) -> str:
         return f"{_figures(block.canary_bad, block.canary)} {what}; baseline: {baseline}"
     if gate.bucket is None:
         return f"waits for {REQUESTS_FOR_TIMES} responses of the old version"
-    test, more = (
-        (gate.worse, TOLERATED_BUCKETS)
-        if status is GateStatus.FAILED
-        else (gate.fine, _allowed_buckets(config))
-    )
+    test = gate.worse if status is GateStatus.FAILED else gate.fine
+    old, new = _slow_from(gate, test.side, config)
     block = test.seen
     return (
-        f"{_figures(block.canary_bad, block.canary)} took longer than {_seconds(gate.bucket + more + 1)}; "
-        f"baseline: {_figures(block.baseline_bad, block.baseline)} longer than {_seconds(gate.bucket + 1)}"
+        f"{_figures(block.canary_bad, block.canary)} took longer than {_seconds(new)}; "
+        f"baseline: {_figures(block.baseline_bad, block.baseline)} longer than {_seconds(old)}"
     )
 
 

@@ -118,6 +118,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """What proxies have counted so far, as far as it was judged."""
     counted_by: tuple[str, ...] = ()
     """Digests of the incarnations of the proxies that had."""
+    recent_times: dict[int, float] = {}
+    """Number of the old version's last requests by their time, in buckets; older ones count less."""
     running: tuple[ReplicaTag, ...] = ()
     """Replicas of canary and baseline that were seen running."""
     failures: dict[BackendTag, int] = {}

@@ -134,6 +134,30 @@ def test_a_worse_version_is_aborted_for_what_is_worse(new: Behaviour, gate: str)
     assert gate in world.rollout.reason
 
 
+def test_times_that_hardly_vary_are_compared_too() -> None:
+    steady, slower = model(spread=0.001), model(spread=0.001, median_s=0.075)
+    for new, outcome in ((steady, RolloutOutcome.PROMOTED), (slower, RolloutOutcome.ABORTED)):
+        world = World(new)
+        world.traffic = Traffic(world.loop, TAG, steady, new, rate=600.0, seed=1)
+        world.start()
+        world.run(600, until=RolloutState.ENDED)
+        assert world.rollout.outcome is outcome, world.rollout.progress
+
+
+def test_a_hang_of_everything_does_not_keep_it_from_a_verdict() -> None:
+    world = World()
+    world.start()
+    world.run_to_step(0)
+    usual, world.traffic = (
+        world.traffic,
+        Traffic(world.loop, TAG, model(median_s=3.0), model(median_s=3.0), rate=600.0, seed=2),
+    )
+    world.run(5)
+    world.traffic = usual
+    world.run(120)
+    assert world.rollout.step > 0, world.rollout.reason
+
+
 def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
     world = World(rate=0.0)
     world.start()
