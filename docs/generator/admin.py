@@ -68,6 +68,7 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "set_traffic": {"endpoint": "numbers", "weights": {"digits-v1": 0.5, "digits-v2": 0.5}},
     "shadow_traffic": {"endpoint": "numbers", "backend_tag": "digits-v2", "proportion": 0.1},
     "set_endpoint_options": {"endpoint": "numbers", "options": {"relative_slo_ms": 500}},
+    "set_capture": {"endpoint": "numbers", "share": 0.01, "bodies": True, "redact": ["$.user"]},
     "rollback": {"name": "digits", "to": 3},
     "start_rollout": {
         "name": "digits",
@@ -105,6 +106,7 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "get_revisions": {"name": "digits"},
     "get_backup": {},
     "get_rollouts": {"name": "digits"},
+    "get_captures": {},
     "get_schemas": {},
     "wait_for_goal": {"goal_id": "g12", "timeout_s": 30},
     "plan": {"verb": "scale", "request": {"backend_tag": "digits", "num_replicas": 5}},
@@ -114,8 +116,8 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
 _ERRORS: Final[Mapping[str, str]] = {
     "not_found": """
         update_backend_config scale pause_autoscaling resume_autoscaling create_endpoint set_traffic shadow_traffic
-        set_endpoint_options rollback start_rollout control_rollout get_rollouts drain_host undrain_host plan
-        get_deployment_info get_backend_config
+        set_endpoint_options set_capture rollback start_rollout control_rollout get_rollouts drain_host undrain_host
+        plan get_deployment_info get_backend_config
         get_revisions get_backup wait_for_goal
     """,
     "conflict": """

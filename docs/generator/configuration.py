@@ -26,6 +26,7 @@ from serve_common.config.backend import (
     RayActorOptions,
     ReplicaConfig,
 )
+from serve_common.config.capture import CaptureConfig
 from serve_common.config.rollout import RolloutConfig
 
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
@@ -42,6 +43,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     EndpointOptions,
     HttpOptions,
     RolloutConfig,
+    CaptureConfig,
 )
 """Configuration that is sent to the controller."""
 _IN_PYTHON: Final[tuple[type[msgspec.Struct], ...]] = (HandleOptions, AutoscalingContext, LoadPoint)
@@ -59,7 +61,8 @@ by [environment variables](variables.md).
 
 `ReplicaConfig` is a deployment's code: changing it replaces replicas. `BackendConfig` is how many replicas run and
 how they are treated: changing it replaces none. `EndpointOptions` belong to what traffic is sent to, and
-`HttpOptions` to all proxies. `RolloutConfig` says how a new version takes over traffic.
+`HttpOptions` to all proxies. `RolloutConfig` says how a new version takes over traffic, `CaptureConfig`
+which requests of an endpoint are captured.
 """
 
 _PYTHON_HEAD: Final = """\

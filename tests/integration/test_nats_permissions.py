@@ -40,9 +40,15 @@ from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica
 from serve_common.nats.bucket_watch import BucketWatch, Entries
 from serve_common.nats.client import connect_nats, login_arguments
 from serve_common.nats.login import build_login, mint_now
+from serve_common.protocol.captures import CapturedMessage, CapturedPair
 from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects, tokens
 from serve_common.runtime.settings import BusSettings
-from serve_controller.adapters.jetstream import EventStream, bucket_config, recent_events
+from serve_controller.adapters.jetstream import (
+    EventStream,
+    bucket_config,
+    capture_stream_config,
+    recent_events,
+)
 from tests.support.identities import NAMES, bus_settings, lay_out_nats, signing_key
 from tests.support.servers.nats_server import NatsServer, until_known
 from tests.support.waiting import eventually
@@ -56,6 +62,8 @@ OTHER_REPLICA_TAG = replica_tag(BackendTag("bank/ledger"), 8)
 OTHER_REPLICA = SUBJECTS.replica(OTHER_REPLICA_TAG)
 HOST_GOAL = SUBJECTS.host_goal(HostId("host-1"))
 HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
+CAPTURE = SUBJECTS.capture(ENDPOINT)
+READ_CAPTURES = f"$JS.API.DIRECT.GET.{SUBJECTS.capture_stream}"
 EVALUATE = SUBJECTS.host_evaluation(HostId("host-1"))
 EVALUATED = SUBJECTS.evaluation_report(HostId("host-1"))
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
@@ -194,6 +202,8 @@ ALLOWED = [
     ("controller", "SUB", f"$SRV.INFO.{ADMIN_SERVICE}.some-id"),
     ("proxy", "PUB", REPLICA),
     ("proxy", "PUB", PROXY_REPORT),
+    ("proxy", "PUB", CAPTURE),
+    ("admin", "PUB", READ_CAPTURES),
     ("proxy", "PUB", "_INBOX.abc"),
     ("proxy", "PUB", inbox("admin")),
     ("proxy", "PUB", inbox("replica")),
@@ -294,6 +304,14 @@ DENIED = [
     *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "caller", "admin", "controller")),
     # nobody else wakes a backend, or hears who waits
     *((role, "PUB", WAKE) for role in ("controller", "host", "caller", "admin")),
+    *((role, "PUB", CAPTURE) for role in ("controller", "host", "replica", "client", "caller", "admin")),
+    *(
+        (role, "SUB", CAPTURE)
+        for role in ("controller", "host", "proxy", "replica", "client", "caller", "admin")
+    ),
+    *((role, "PUB", READ_CAPTURES) for role in ("host", "proxy", "replica", "client", "caller")),
+    ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.capture_stream}"),
+    ("admin", "PUB", f"$JS.API.STREAM.MSG.GET.{SUBJECTS.capture_stream}"),
     *((role, "SUB", SUBJECTS.wakes) for role in ALL_BUT_CONTROLLER),
     # nobody logs in another's name, reads what others log, or asks for it
     *(
@@ -743,6 +761,29 @@ async def test_the_admin_follows_events_but_only_the_controller_keeps_them(conne
     assert admin.last_error is None
     with pytest.raises((nats.errors.TimeoutError, APIError)):
         await admin.jetstream(timeout=0.3).delete_stream(SUBJECTS.event_stream)
+
+
+async def test_what_proxies_capture_is_kept_where_only_the_admin_reads_it(
+    server: Server, connect: Connect
+) -> None:
+    controller, proxy, admin = [await connect(role) for role in ("controller", "proxy", "admin")]
+    await controller.jetstream().add_stream(capture_stream_config(SUBJECTS))
+    message = CapturedMessage(body=b"{}")
+    pair = CapturedPair(
+        at=1.0, request_id="r", endpoint_tag=ENDPOINT, backend_tag=ENDPOINT, method="GET", path="/",
+        request=message, status=200, response=message,
+    )  # fmt: skip
+    await proxy.publish(CAPTURE, msgspec.json.encode(pair))
+    await until_known(proxy)
+    request = json.dumps({"last_by_subj": CAPTURE}).encode()
+    async with asyncio.timeout(30):
+        while True:
+            found = await admin.request(READ_CAPTURES, request, timeout=20)
+            if found.data:
+                break
+            await asyncio.sleep(0.02)
+    assert msgspec.json.decode(found.data, type=CapturedPair) == pair
+    await controller.jetstream().delete_stream(SUBJECTS.capture_stream)
 
 
 async def test_the_system_user_sees_the_server_and_not_the_instance(server: Server, connect: Connect) -> None:

@@ -17,6 +17,7 @@ from serve_common.api.commands import (
     DrainHost,
     RecordBuildFailure,
     Rollback,
+    SetCapture,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
@@ -92,6 +93,7 @@ others = st.one_of(
         backend_tag=backends,
         proportion=st.sampled_from([0.0, 0.5]),
     ),
+    st.builds(SetCapture, endpoint=st.sampled_from(["e", "a"]), share=st.sampled_from([0.0, 0.5, 1.0])),
     st.builds(
         SetEndpointOptions,
         endpoint=st.sampled_from(["e", "a"]),

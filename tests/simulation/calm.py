@@ -233,6 +233,11 @@ def _check_proxy(world: World, proxy: object) -> None:
             is_so == (None if reach is None else tuple(reach)),
             f"{proxy.proxy_id} has {tag} as {is_so}, not {reach}",
         )  # type: ignore[attr-defined]
+        capture = checkpoint.captures.get(EndpointTag(tag))
+        check(
+            known is None or known.capture == (None if capture is None else capture.config),
+            f"{proxy.proxy_id} captures {tag} other than by {capture}",
+        )  # type: ignore[attr-defined]
     check(
         proxy.options == wishes.http or proxy.http_error,  # type: ignore[attr-defined]
         f"{proxy.proxy_id} applies {proxy.options}, not {wishes.http}",  # type: ignore[attr-defined]

@@ -150,6 +150,8 @@ class Reference(Check):
                 fields = {"traffic", "shadows"}
             case c.SetEndpointOptions():
                 fields = {"options"}
+            case c.SetCapture():
+                fields = set()
             case _:
                 return
         tag = deployment_tag(command.endpoint)

@@ -73,6 +73,7 @@ STORY: Final = [
     Step(c.SetTraffic(endpoint="e", weights={"x": 1.0}), ends=GOOD),
     Step(c.ShadowTraffic(endpoint="e", backend_tag="a", proportion=0.5), ends=GOOD),
     Step(c.SetEndpointOptions(endpoint="e", options={"backend_header": "X-To"}), ends=GOOD),
+    Step(c.SetCapture(endpoint="e", share=0.5), ends=GOOD),
     Step(c.DrainHost(host_id="host-1"), ends=GOOD),
     Step(c.UndrainHost(host_id="host-1")),
     Step(c.SetHttpOptions(options={"request_timeout_s": 5.0}), ends=GOOD),

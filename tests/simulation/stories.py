@@ -84,15 +84,17 @@ def _deploy(dice: random.Random, request_id: str | None) -> c.Deploy:
 
 def _start_rollout(dice: random.Random, request_id: str | None) -> c.StartRollout:
     steps = dice.choice([("50%", "100%"), ("shadow 50%", "25%", "100%"), ("10% 1s", "50% wait", "100%")])
+    path = code(dice).import_path
     return c.StartRollout(
         name=dice.choice([*DEPLOYMENTS, *BACKENDS]),
         version=dice.choice([*VERSIONS, "bad", None]),
-        replica_config={"import_path": code(dice).import_path},
+        replica_config={"import_path": path},
         backend_config=dice.choice([{}, {}, {"user_config": 3}, {"max_queued_requests": 10}]),
         rollout=RolloutConfig(
             steps=steps,
             max_replica_failures=dice.choice([0, 2]),
-            keeps_failed=dice.random() < 0.2,
+            # Of code that never runs nothing could be kept.
+            keeps_failed=dice.random() < 0.2 and path == Code.GOOD.value,
             cool_down_s=dice.choice([0.0, 5.0]),
         ),
         again=dice.random() < 0.2,
@@ -207,6 +209,12 @@ COMMANDS: Final[dict[str, tuple[int, Rng]]] = {
         lambda d, _: c.SetEndpointOptions(
             endpoint=d.choice([*ENDPOINTS, "a", "shop/web"]),
             options={"relative_slo_ms": d.choice([None, 100.0, 250.0])},
+        ),
+    ),
+    "set_capture": (
+        3,
+        lambda d, _: c.SetCapture(
+            endpoint=d.choice([*ENDPOINTS, "a", "shop/web"]), share=d.choice([0.0, 0.5, 1.0])
         ),
     ),
     "rollback": (

@@ -147,6 +147,8 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             reach = now.endpoints[deployment_tag(command.endpoint)]
             options = merging.merged(reach.options, command.options, "options")
             now.endpoints[deployment_tag(command.endpoint)] = reach._replace(options=options)
+        case c.SetCapture():
+            pass  # `calm` compares what proxies capture with what is recorded
         case c.SetHttpOptions():
             now.http = merging.merged(now.http or HttpOptions(), command.options, "options")
         case c.DrainHost():

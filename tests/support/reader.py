@@ -37,6 +37,7 @@ ON_AN_EMBEDDED_STACK: Final = (
     "docs/how-to/applications.md",
     "docs/how-to/traffic.md",
     "docs/how-to/rollouts.md",
+    "docs/how-to/replay.md",
     "docs/how-to/autoscaling.md",
     "docs/how-to/handles.md",
     "docs/how-to/batching-and-multiplexing.md",

@@ -27,7 +27,7 @@ from tests.support.reader import (
 PAGES = all_pages()
 EACH = pytest.mark.parametrize("each", [pytest.param(each, id=each.name) for each in PAGES])
 COMMANDS: Any = typer.main.get_command(cli)
-NEEDS_A_STACK = {"call_stock.py"}
+NEEDS_A_STACK = {"call_stock.py", "scores/clients.py"}
 VARIABLES = page("docs/reference/variables.md").text
 A_COMMAND = r"(?:\$ )?(?:curl|docker|make|muster|nats|pip|python) "
 GENERATED = ROOT / "docs/reference"

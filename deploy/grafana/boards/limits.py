@@ -128,5 +128,19 @@ PROTECTION: Final = Row(
                 ),
             ),
         ),
+        Panel(
+            title="Captured requests",
+            description="Requests that proxies sampled for a capture: published, or dropped because more than 200 a "
+            "second came at once or NATS was away. Callers notice nothing of it.",
+            unit="reqps",
+            width=6,
+            stacked=True,
+            queries=(
+                Query(
+                    expr=rate("serve_proxy_captured_requests_total", by="outcome"),
+                    legend="{{outcome}}",
+                ),
+            ),
+        ),
     ),
 )

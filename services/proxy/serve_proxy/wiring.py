@@ -44,6 +44,7 @@ from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer
 from serve_proxy.http.tls import Certificate
 from serve_proxy.settings import ProxySettings
+from serve_proxy.shell.captures import Captures
 from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress, LiveOptions, request_ids
 from serve_proxy.shell.reports import Reports
@@ -92,6 +93,13 @@ class Proxy:
         self._bus.subscribe(subjects.all_models, models.take)
         self._timers = RequestTimers(self._dispatcher, routes, outgoing, models)
         self._shadows = Shadows(self._dispatcher, rng.random, asyncio.get_running_loop().time)
+        self._captures = Captures(
+            self._bus.publish,
+            subjects,
+            rng.random,
+            now=asyncio.get_running_loop().time,
+            wall_now=SystemClock().now,
+        )
         if settings.middleware_dir is not None:
             add_directory(settings.middleware_dir)
         self._live_options = LiveOptions(
@@ -108,6 +116,7 @@ class Proxy:
             self._bus,
             self._shadows,
             self._live_options,
+            captures=self._captures,
             on_applied=self._on_applied,
             bus_wait_s=settings.bus_wait_s,
             memory=UploadMemory(settings.body_memory_max // 2, settings.body_memory_max),
@@ -176,6 +185,7 @@ class Proxy:
                 dropped_calls=lambda: self._gateway.dropped_calls,
                 memory=self._ingress.memory,
                 links=self._links,
+                captures=self._captures,
             )
         )
         register_trace_metrics(registry, self._tracing)
@@ -235,6 +245,7 @@ class Proxy:
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
         self._tasks.start(self._reports.run(), name="reports")
         self._tasks.start(self._timers.run(), name="beat")
+        self._captures.start()
         self._tasks.start(release_memory(self._ingress.memory), name="release_memory")
         self._tasks.start(self._lag.run(), name="loop_lag")
         for pulse in self._pulses:
@@ -270,6 +281,7 @@ class Proxy:
         self._ingress.is_draining = True
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
         await self._shadows.close(_CLOSE_TIMEOUT_S)
+        await self._captures.close(_CLOSE_TIMEOUT_S)
         self._dispatcher.close()
         await self.http.close(_CLOSE_TIMEOUT_S)
         await self._requests.close(_CLOSE_TIMEOUT_S)

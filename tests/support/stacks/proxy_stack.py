@@ -14,6 +14,7 @@ import msgspec
 import nats
 
 from serve_common.config.backend import EndpointOptions, HttpOptions
+from serve_common.config.capture import CaptureConfig
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.nats.client import close_nats
 from serve_common.protocol.frames import BodyHead, ErrorHead, ResponseHead
@@ -90,6 +91,7 @@ class Stack:
         traffic=None,
         shadows=None,
         options=None,
+        capture: CaptureConfig | None = None,
     ) -> int:
         content = EndpointSnapshot(
             endpoint_tag=EndpointTag(tag),
@@ -98,6 +100,7 @@ class Stack:
             traffic=traffic or {BackendTag(TAG): 1.0},
             shadows=shadows or {},
             options=options or EndpointOptions(),
+            capture=capture,
         )
         return await self.put(endpoint_key(EndpointTag(tag)), content)
 

@@ -76,6 +76,8 @@ COMMANDS: Final = {
     "app": _Command(_DEPLOY, "apps", "app"),
     "apply": _Command(_TRAFFIC, "apply", "apply"),
     "backend": _Command(_TRAFFIC, "backend", "app"),
+    "capture": _Command(_TRAFFIC, "captures", "app"),
+    "replay": _Command(_TRAFFIC, "replay", "replay"),
     "endpoint": _Command(_TRAFFIC, "endpoints", "endpoint_app"),
     "traffic": _Command(_TRAFFIC, "endpoints", "traffic_app"),
     "autoscaling": _Command(_OPERATE, "status", "autoscaling_app"),

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from muster.client.captures import CaptureReader
 from muster.client.requests import (
     AdminReply,
     NoListeners,
@@ -308,8 +309,20 @@ class Caller:
     ) -> AdminReply:
         """Send one request to an endpoint and return its response.
 
-        Raises `BadField` for an invalid name, `TransientError` when no proxy listens, `DeadlineExceeded`, and the error
-        that the response carries.
+        Raises as `exchange`, and the error that the response carries.
+        """
+        reply = await self.exchange(name, body, headers=headers, timeout_s=timeout_s)
+        failure = parse_error(reply)
+        if failure is not None:
+            raise failure
+        return reply
+
+    async def exchange(
+        self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float
+    ) -> AdminReply:
+        """Send one request to an endpoint and return its response, whatever its status is.
+
+        Raises `BadField` for an invalid name, `TransientError` when no proxy listens, and `DeadlineExceeded`.
         """
         subject = self._subjects.call(EndpointTag(deployment_tag(name)))
         loop = asyncio.get_running_loop()
@@ -317,8 +330,7 @@ class Caller:
         while True:
             try:
                 left_s = max(0.1, started_at + timeout_s - loop.time())
-                reply = await self._requests.request(subject, body, timeout_s=left_s, headers=headers)
-                break
+                return await self._requests.request(subject, body, timeout_s=left_s, headers=headers)
             except NoListeners as error:
                 if loop.time() >= started_at + min(self._retry_for_s, timeout_s):
                     raise TransientError(
@@ -327,10 +339,6 @@ class Caller:
             except NoReply as error:
                 raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s: {error}") from error
             await asyncio.sleep(self._retry_pause_s)
-        failure = parse_error(reply)
-        if failure is not None:
-            raise failure
-        return reply
 
 
 def default_principal() -> str:
@@ -353,6 +361,8 @@ class Stack(msgspec.Struct, frozen=True):
 
     admin: AdminClient
     caller: Caller
+    captures: Callable[[EndpointTag], CaptureReader] | None = None
+    """Reads the captured requests of an endpoint."""
     nats: Greeting | None = None
     """What its NATS server says of itself."""
 
@@ -392,6 +402,7 @@ async def connect_stack(
                 on_retry=on_retry,
             ),
             caller=Caller(requests, subjects),
+            captures=lambda endpoint_tag: CaptureReader(requests, subjects, endpoint_tag),
             nats=requests.greeting,
         )
     finally:

@@ -263,6 +263,27 @@ class SetEndpointOptions(Command[ChangeReply], frozen=True, kw_only=True):
     """Some fields of `EndpointOptions`."""
 
 
+class SetCapture(Command[ChangeReply], frozen=True, kw_only=True):
+    """Capture a share of an endpoint's requests with their responses, or end that with a share of 0.
+
+    The goal succeeds once every proxy does so. What was captured before stays until its time is over.
+    """
+
+    verb = "set_capture"
+    endpoint: str
+    """Tag of the endpoint or deployment."""
+    share: float
+    """Share of the requests, 0 to 1; the other fields are as in `CaptureConfig`, and replace the current ones."""
+    bodies: bool = False
+    """Whether bodies are captured too."""
+    redact: list[str] = []
+    """JSON paths of values to redact in bodies."""
+    redact_headers: list[str] = []
+    """Further headers to redact."""
+    redact_query: list[str] = []
+    """Further query parameters to redact."""
+
+
 class Rollback(Command[ChangeReply], frozen=True, kw_only=True):
     """Return a deployment or backend to an earlier revision."""
 

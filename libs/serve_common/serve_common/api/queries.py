@@ -132,6 +132,13 @@ class GetRollouts(PagedQuery[list[RolloutView]], frozen=True, kw_only=True):
     """Only that of this deployment or backend; None: all."""
 
 
+class GetCaptures(PagedQuery[list[v.CaptureView]], frozen=True, kw_only=True):
+    """List the endpoints whose requests are captured."""
+
+    verb = "get_captures"
+    ordered_by = "endpoint_tag"
+
+
 class GetLoad(Query[v.LoadView], frozen=True, kw_only=True):
     """Scrape all services now and sum up their load."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from serve_common.config.backend import BackendConfig, EndpointOptions, ReplicaConfig
+from serve_common.config.capture import CaptureConfig
 from serve_common.names import GoalId
 
 
@@ -187,6 +188,17 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     """Proportion of requests copied to each shadow backend."""
     options: EndpointOptions = EndpointOptions()
     """Options of the endpoint."""
+
+
+class CaptureView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is captured of the requests of one endpoint."""
+
+    endpoint_tag: str
+    """Tag of the endpoint."""
+    capture: CaptureConfig
+    """Which requests, and what is redacted."""
+    goal_id: GoalId
+    """The goal that set it."""
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True):

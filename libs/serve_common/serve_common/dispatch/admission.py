@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Final, final
 
 from serve_common.config.backend import METHODS
+from serve_common.dispatch.capture_rules import CaptureRule
 from serve_common.dispatch.errors import MethodNotAllowed, NoRoute
 from serve_common.errors import BadField, NotFound
 from serve_common.names import DEFAULT_APPLICATION, BackendTag, EndpointTag, ReplicaTag
@@ -92,6 +93,8 @@ class Endpoint:
     __slots__ = (
         "allow",
         "backend_tags",
+        "capture",
+        "is_copied",
         "is_ingress",
         "methods",
         "options",
@@ -113,6 +116,10 @@ class Endpoint:
         self.shadows: Final[tuple[tuple[BackendTag, float], ...]] = tuple(
             (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
         )
+        self.capture: Final = None if snapshot.capture is None else CaptureRule(snapshot.capture)
+        """Which requests are captured; None captures nothing."""
+        self.is_copied: Final = bool(self.shadows) or self.capture is not None
+        """Whether any of its requests may be copied, to shadows or into a capture: one check for both."""
         self.options = snapshot.options
         self.is_ingress = snapshot.is_ingress
         self.stats = stats

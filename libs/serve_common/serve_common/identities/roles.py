@@ -256,6 +256,7 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                             )
                         ),
                         f"$JS.API.CONSUMER.MSG.NEXT.{events}.>",
+                        *_reads_captures(prefix),
                     ),
                     subscribe=(
                         f"{prefix}.event.>",
@@ -276,6 +277,7 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                     publish=(
                         f"{prefix}.replica.>",
                         f"{prefix}.wake.>",
+                        f"{prefix}.capture.>",
                         f"{prefix}.report.proxy.{NAME}",
                         f"{prefix}.log.proxy.{NAME}",
                         f"{prefix}.log.recalled.*.proxy",
@@ -361,6 +363,11 @@ def _reads_bucket(prefix: str) -> tuple[str, ...]:
     return (f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.STREAM.INFO.{stream}")
 
 
+def _reads_captures(prefix: str) -> tuple[str, ...]:
+    """All that reading captured requests needs: clients' data, so no role has it that only looks at the system."""
+    return (f"$JS.API.DIRECT.GET.{prefix}-captures",)
+
+
 _SHADOW: Final = "$JS.API.INFO"
 """No importer may publish it. An account without it gets a JetStream API of the server's, which responds to
 ``STREAM.INFO`` before ours, with an error that JetStream is not enabled."""
@@ -377,6 +384,7 @@ def crossings(prefix: str) -> Iterator[Crossing]:
     yield Crossing(data, Share(subject=f"{prefix}.call.>", is_service=True), (control,))
     yield Crossing(data, Share(subject=f"{prefix}.report.proxy.*"), (control,))
     yield Crossing(data, Share(subject=f"{prefix}.wake.>"), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.capture.>"), (control,))
     yield Crossing(data, Share(subject=f"{prefix}.log.>"), (control,))
     yield Crossing(data, Share(subject=f"{prefix}.models.>"), (client,))
     yield Crossing(data, Share(subject=f"{inbox_prefix(Role.CLIENT)}.>"), (client,))

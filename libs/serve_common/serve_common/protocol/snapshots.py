@@ -20,6 +20,7 @@ from serve_common.config.backend import (
     OutlierEjection,
     ReplicaPolicyName,
 )
+from serve_common.config.capture import CaptureConfig
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.subjects import Amount, Count
 
@@ -41,6 +42,8 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     options: EndpointOptions = EndpointOptions()
     is_ingress: bool = False
     """Whether it is the ingress of its application; handles find one without a route by it."""
+    capture: CaptureConfig | None = None
+    """Which of its requests proxies capture; None captures nothing."""
 
 
 class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

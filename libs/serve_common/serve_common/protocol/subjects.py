@@ -91,6 +91,20 @@ class Subjects:
         """Name of the stream that keeps events for a while."""
 
     @property
+    def capture_stream(self) -> str:
+        """Name of the stream that retains captured requests."""
+        return f"{self.prefix}-captures"
+
+    def capture(self, endpoint_tag: EndpointTag) -> str:
+        """Where proxies publish captured requests of an endpoint: ``serve.capture.default.hello``."""
+        return f"{self.prefix}.capture.{tokens(endpoint_tag)}"
+
+    @property
+    def captures(self) -> str:
+        """Captured requests of all endpoints."""
+        return f"{self.prefix}.capture.>"
+
+    @property
     def code_bucket(self) -> str:
         """Name of the stream that carries uploaded code to hosts."""
         return f"{self.prefix}-code"

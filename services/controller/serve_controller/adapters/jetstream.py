@@ -1,4 +1,4 @@
-"""The controller's JetStream: the bucket that carries snapshots to routers, and the stream of events."""
+"""The controller's JetStream: the bucket that carries snapshots to routers, and the streams of events and captures."""
 
 from __future__ import annotations
 
@@ -198,6 +198,27 @@ def stream_config(subjects: Subjects) -> StreamConfig:
     )
 
 
+CAPTURES_MAX: Final = 10_000
+"""Captured requests of one endpoint that are retained."""
+CAPTURE_BYTES_MAX: Final = 64 * 1024 * 1024
+CAPTURE_AGE_MAX_S: Final = 24 * 3600.0
+
+
+def capture_stream_config(subjects: Subjects) -> StreamConfig:
+    """Configuration of the stream of captured requests: a ring that all proxies share and that outlives them."""
+    return StreamConfig(
+        name=subjects.capture_stream,
+        description="Captured requests of endpoints, redacted; may be deleted at any time",
+        subjects=[subjects.captures],
+        max_bytes=CAPTURE_BYTES_MAX,
+        max_age=CAPTURE_AGE_MAX_S,
+        max_msgs_per_subject=CAPTURES_MAX,
+        discard=DiscardPolicy.OLD,
+        storage=StorageType.FILE,
+        allow_direct=True,
+    )
+
+
 class EventStream:
     """Publishes the events of one term.
 
@@ -221,7 +242,7 @@ class EventStream:
         self._failures = RateLimitedLogger(_log.warning, _LOG_EVERY_S)
 
     def start(self) -> None:
-        """Start sending, and create the stream if it is missing."""
+        """Start sending, and create the streams of events and captures if they are missing."""
         self._wake.set()
         self._tasks.start(self._run(), name="send")
 
@@ -261,7 +282,7 @@ class EventStream:
             self._wake.clear()
             if not self._client.is_connected:
                 continue  # `reopen` wakes this again
-            await self._ensure_stream()
+            await self._ensure_streams()
             await self._send_queued()
 
     async def _send_queued(self) -> None:
@@ -278,7 +299,7 @@ class EventStream:
             if sent % _BURST == 0:
                 await asyncio.sleep(0)
 
-    async def _ensure_stream(self) -> None:
+    async def _ensure_streams(self) -> None:
         now = asyncio.get_running_loop().time()
         if now < self._check_at:
             return
@@ -286,14 +307,15 @@ class EventStream:
         manager = self._client.jetstream(timeout=_STREAM_TIMEOUT_S)
         try:
             async with asyncio.timeout(_STREAM_TIMEOUT_S):
-                try:
-                    await manager.stream_info(self._subjects.event_stream)
-                except NotFoundError:
-                    await manager.add_stream(stream_config(self._subjects))
-                    _log.info("event_stream_created", stream=self._subjects.event_stream)
+                for config in (stream_config(self._subjects), capture_stream_config(self._subjects)):
+                    try:
+                        await manager.stream_info(str(config.name))
+                    except NotFoundError:
+                        await manager.add_stream(config)
+                        _log.info("stream_created", stream=config.name)
         except (NatsError, OSError, TimeoutError) as error:
             # Events are sent all the same, to current subscribers.
-            self._failures.log(now, "event_stream_missing", error=repr(error))
+            self._failures.log(now, "stream_missing", error=repr(error))
 
     def _drop(self, reason: str, subject: str) -> None:
         self.dropped += 1

@@ -24,6 +24,7 @@ from serve_controller.core.objects import (
     Application,
     Backend,
     BuildFailure,
+    Capture,
     CheckpointObject,
     Counters,
     Deployment,
@@ -178,6 +179,7 @@ class Checkpoint(Indices):
         "applications",
         "backends",
         "build_failures",
+        "captures",
         "counters",
         "deployments",
         "endpoints",
@@ -201,6 +203,7 @@ class Checkpoint(Indices):
         self.build_failures: Map[str, BuildFailure] = Map()
         """By the name of the application."""
         self.rollouts: Map[BackendTag, Rollout] = Map()
+        self.captures: Map[EndpointTag, Capture] = Map()
         self.revisions: Map[BackendTag, Map[int, Revision]] = Map()
         self.replicas: Map[BackendTag, Map[ReplicaTag, Replica]] = Map()
         """By backend, because every decision is about one backend's replicas."""
@@ -228,6 +231,7 @@ class Checkpoint(Indices):
         yield from self.applications.values()
         yield from self.build_failures.values()
         yield from self.rollouts.values()
+        yield from self.captures.values()
         for revisions in self.revisions.values():
             yield from revisions.values()
         for replicas in self.replicas.values():
@@ -271,6 +275,8 @@ class Checkpoint(Indices):
                 return self.build_failures.get(name)
             case ObjectKind.ROLLOUT:
                 return self.rollouts.get(BackendTag(name))
+            case ObjectKind.CAPTURE:
+                return self.captures.get(EndpointTag(name))
             case ObjectKind.REVISION:
                 tag, _, number = name.rpartition("@")
                 return self.revisions.get(BackendTag(tag), Map()).get(int(number))
@@ -329,6 +335,8 @@ class Draft(Checkpoint):
             case Rollout():
                 index_rollout(self, value.backend_tag, is_active=value.is_active)
                 self.rollouts = self.rollouts.set(value.backend_tag, value)
+            case Capture():
+                self.captures = self.captures.set(value.endpoint_tag, value)
             case Revision():
                 self.revisions = put_in(self.revisions, value.backend_tag, value.revision, value)
             case Replica():
@@ -360,6 +368,7 @@ class Draft(Checkpoint):
             case EndpointRecord():
                 index_endpoint(self, before, None)
                 self.endpoints = self.endpoints.delete(before.endpoint_tag)
+                self.delete((ObjectKind.CAPTURE, before.endpoint_tag))
             case Deployment():
                 self.deployments = self.deployments.delete(before.tag)
             case Application():
@@ -369,6 +378,8 @@ class Draft(Checkpoint):
             case Rollout():
                 index_rollout(self, before.backend_tag, is_active=False)
                 self.rollouts = self.rollouts.delete(before.backend_tag)
+            case Capture():
+                self.captures = self.captures.delete(before.endpoint_tag)
             case Revision():
                 self.revisions = delete_in(self.revisions, before.backend_tag, before.revision)
             case Replica():

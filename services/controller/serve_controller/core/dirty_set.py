@@ -17,6 +17,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,
     Backend,
+    Capture,
     Deployment,
     EndpointRecord,
     HostRecord,
@@ -100,7 +101,7 @@ def dirty_by_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChang
         match value:
             case Backend():
                 backends.add(value.backend_tag)
-            case EndpointRecord():
+            case EndpointRecord() | Capture():
                 endpoints.add(value.endpoint_tag)
             case Deployment():
                 backends.add(value.tag)

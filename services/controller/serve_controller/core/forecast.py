@@ -165,6 +165,7 @@ def _differs(before: Checkpoint, after: Checkpoint) -> bool:
         or bool(changed_names(before.endpoints, after.endpoints))
         or bool(changed_names(before.applications, after.applications))
         or bool(changed_names(before.build_failures, after.build_failures))
+        or bool(changed_names(before.captures, after.captures))
         or before.http != after.http
     )
 

@@ -15,6 +15,7 @@ import msgspec
 from serve_common.api.views import GoalStatus
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.config.capture import CaptureConfig
 from serve_common.config.runtime_env import setup_seconds
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, parse_ordinal
 from serve_common.protocol.reports import ReplicaRank
@@ -152,6 +153,15 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             config, **{name: getattr(self.target, name) for name in self.set_alone}
         )
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """That proxies capture requests of an endpoint. It goes with its endpoint."""
+
+    endpoint_tag: EndpointTag
+    config: CaptureConfig
+    goal_id: GoalId
+    """The goal that set it."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -351,6 +361,7 @@ CheckpointObject = (
     | Application
     | BuildFailure
     | Rollout
+    | Capture
     | Revision
     | Replica
     | Goal
@@ -371,6 +382,7 @@ class ObjectKind(Enum):
     APPLICATION = "application"
     BUILD_FAILURE = "build_failure"
     ROLLOUT = "rollout"
+    CAPTURE = "capture"
     REVISION = "revision"
     REPLICA = "replica"
     GOAL = "goal"
@@ -394,6 +406,7 @@ CLASSES: Final[Mapping[ObjectKind, type[CheckpointObject]]] = {
     ObjectKind.APPLICATION: Application,
     ObjectKind.BUILD_FAILURE: BuildFailure,
     ObjectKind.ROLLOUT: Rollout,
+    ObjectKind.CAPTURE: Capture,
     ObjectKind.REVISION: Revision,
     ObjectKind.REPLICA: Replica,
     ObjectKind.GOAL: Goal,
@@ -425,6 +438,8 @@ def get_key(value: CheckpointObject) -> Key:  # noqa: C901, PLR0912 - a table
             return ObjectKind.BUILD_FAILURE, value.name
         case Rollout():
             return ObjectKind.ROLLOUT, value.backend_tag
+        case Capture():
+            return ObjectKind.CAPTURE, value.endpoint_tag
         case Revision():
             return ObjectKind.REVISION, revision_name(value.backend_tag, value.revision)
         case Replica():

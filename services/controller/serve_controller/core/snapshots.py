@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from serve_common.config.backend import BackendConfig
+from serve_common.config.capture import CaptureConfig
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.protocol.snapshots import (
@@ -127,9 +128,11 @@ _PROTECTION: Final = BackendSnapshot(
 
 
 def derive_endpoint(
-    endpoint: EndpointRecord, rollouts: Mapping[BackendTag, Rollout] = NO_ROLLOUTS
+    endpoint: EndpointRecord,
+    rollouts: Mapping[BackendTag, Rollout] = NO_ROLLOUTS,
+    capture: CaptureConfig | None = None,
 ) -> EndpointSnapshot:
-    """The snapshot of an endpoint; ``rollouts`` are those of its backends."""
+    """The snapshot of an endpoint; ``rollouts`` are those of its backends, ``capture`` says what is captured."""
     traffic, shadows = endpoint.target.traffic, endpoint.target.shadows
     if rollouts:
         traffic, shadows = split_traffic(traffic, shadows, rollouts)
@@ -141,6 +144,7 @@ def derive_endpoint(
         shadows=shadows,
         options=_OPTIONS if endpoint.target.options == _OPTIONS else endpoint.target.options,
         is_ingress=endpoint.target.is_ingress,
+        capture=capture,
     )
 
 
@@ -222,7 +226,8 @@ def _endpoint_content(draft: Checkpoint, tag: EndpointTag) -> EndpointSnapshot |
         if draft.active_rollouts
         else NO_ROLLOUTS
     )
-    return derive_endpoint(endpoint, rollouts)
+    capture = draft.captures.get(tag)
+    return derive_endpoint(endpoint, rollouts, None if capture is None else capture.config)
 
 
 def is_renewed(draft: Checkpoint, backends: Iterable[BackendTag], endpoints: Iterable[EndpointTag]) -> bool:

@@ -118,6 +118,8 @@ class QueryApi:
                 return backends.view_autoscaling(checkpoint, term.autoscaling, now, query)
             case q.GetRollouts():
                 return rollouts.view_rollouts(checkpoint, query)
+            case q.GetCaptures():
+                return deployments.view_captures(checkpoint, query)
             case q.GetLoad():
                 return await self._load(term)
             case q.GetSnapshot():

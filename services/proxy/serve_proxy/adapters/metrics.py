@@ -28,6 +28,7 @@ from serve_common.runtime.operations import (
 from serve_common.telemetry.catalogue.proxies import (
     APPLIED_SNAPSHOT_ID,
     BODY_BYTES,
+    CAPTURED_REQUESTS,
     CIRCUIT_OPEN,
     CONNECTIONS,
     DIRECT_DIALS,
@@ -67,6 +68,13 @@ class DataBus(Protocol):
         ...
 
 
+class CaptureCounts(Protocol):
+    """Counts of captured requests, as `Captures` has them."""
+
+    published: int
+    dropped: int
+
+
 @final
 class ProxyCollector(Collector):
     """Metrics of this proxy; `RoutesCollector` has those of its endpoints and backends."""
@@ -82,11 +90,12 @@ class ProxyCollector(Collector):
         dropped_calls: Callable[[], int],
         memory: UploadMemory,
         links: DirectLinks,
+        captures: CaptureCounts,
     ) -> None:
         """``reconnects`` counts those to NATS, ``connections`` those of clients.
 
         ``dropped_calls`` is `Gateway.dropped_calls`; ``memory`` is the memory budget of request bodies.
-        ``links`` are the direct links to replicas.
+        ``links`` are the direct links to replicas, ``captures`` what is captured of requests.
         """
         self._proxy_id = proxy_id
         self._routes = routes
@@ -96,6 +105,7 @@ class ProxyCollector(Collector):
         self._dropped_calls = dropped_calls
         self._memory = memory
         self._links = links
+        self._captures = captures
 
     def collect(self) -> Iterable[Metric]:
         """Metrics without an endpoint or backend label."""
@@ -104,6 +114,8 @@ class ProxyCollector(Collector):
         yield build_single(DROPPED_PLAIN_CALLS, self._dropped_calls())
         yield build_single(BODY_BYTES, self._memory.admitted_bytes)
         yield build_single(REFUSED_BODIES, self._memory.refused)
+        captured = {"published": self._captures.published, "dropped": self._captures.dropped}
+        yield build_family(CAPTURED_REQUESTS, [([outcome], count) for outcome, count in captured.items()])
         yield build_single(RECONNECTS, self._reconnects())
         yield build_single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
         yield build_single(BUS_PENDING_BYTES, self._bus.pending_bytes)

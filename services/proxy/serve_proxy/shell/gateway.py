@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Final, final
 
 import structlog
@@ -257,6 +258,8 @@ def _response_headers(upstream: Response, request_id: str) -> TextHeaders:
     headers += [
         ("Content-Type", value) for name, value in as_text(forwarded) if name.lower() == "content-type"
     ]
+    if upstream.status < 400 and upstream.status != HTTPStatus.OK:
+        headers.append((STATUS, str(upstream.status)))
     if upstream.status >= 400:
         headers += _error_headers(upstream.status, f"the endpoint answered with status {upstream.status}")
     return headers
@@ -267,6 +270,8 @@ def _error_headers(status: int, message: str) -> TextHeaders:
     return [("Nats-Service-Error", text), ("Nats-Service-Error-Code", str(status))]
 
 
+STATUS: Final = "X-Serve-Status"
+"""Header of a reply with the status of a response that is no error and not 200."""
 CALLS_MAX: Final = 2_000
 """Maximum plain calls in flight in this process."""
 _CONTENT_TYPE: Final = b"content-type"

@@ -23,6 +23,7 @@ from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_common.routing.route_table import HttpChange
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
+from serve_proxy.shell.captures import Captures, SampledRequest
 
 
 def request_ids(random_bits: Callable[[int], int]) -> Callable[[], str]:
@@ -53,6 +54,7 @@ class Ingress:
         shadows: Shadows,
         http: LiveOptions[Any],
         *,
+        captures: Captures,
         on_applied: Callable[[], None],
         bus_wait_s: float,
         memory: UploadMemory | None = None,
@@ -65,6 +67,7 @@ class Ingress:
         self._dispatcher = dispatcher
         self._bus = bus
         self._shadows = shadows
+        self._captures = captures
         self._http = http
         self._on_applied = on_applied
         self._bus_wait_s = bus_wait_s
@@ -123,9 +126,14 @@ class Ingress:
 
     async def send(self, spec: RequestSpec) -> tuple[Call, Response]:
         """Dispatch ``spec`` and copies to the endpoint's shadows; wait for the response. Raises `ServeError`."""
-        if spec.endpoint.shadows:
-            self._shadows.copy(spec)
-        return await self._dispatcher.send(spec)
+        if not spec.endpoint.is_copied:
+            return await self._dispatcher.send(spec)
+        sampled = self._copy(spec)
+        if sampled is None:
+            return await self._dispatcher.send(spec)
+        call, response = await self._dispatcher.send(msgspec.structs.replace(spec, trace=sampled))
+        self._captures.add(sampled, response)
+        return call, response
 
     def start(
         self,
@@ -134,9 +142,30 @@ class Ingress:
         on_error: Callable[[Call, ServeError], None],
     ) -> Call:
         """Dispatch ``spec`` and copies to the endpoint's shadows; the outcome is passed to a callback."""
+        if spec.endpoint.is_copied:
+            sampled = self._copy(spec)
+            if sampled is not None:
+                return self._start_sampled(sampled, on_response, on_error)
+        return self._dispatcher.start(spec, on_response, on_error)
+
+    def _copy(self, spec: RequestSpec) -> SampledRequest | None:
+        """Send copies to shadows, and decide whether the request is captured."""
         if spec.endpoint.shadows:
             self._shadows.copy(spec)
-        return self._dispatcher.start(spec, on_response, on_error)
+        return self._captures.sample(spec)
+
+    def _start_sampled(
+        self,
+        sampled: SampledRequest,
+        on_response: Callable[[Call, Response], None],
+        on_error: Callable[[Call, ServeError], None],
+    ) -> Call:
+        def capture(call: Call, response: Response) -> None:
+            on_response(call, response)
+            self._captures.add(sampled, response)
+
+        spec = msgspec.structs.replace(sampled.spec, trace=sampled)
+        return self._dispatcher.start(spec, capture, on_error)
 
     def abandon(self, call: Call) -> None:
         """Cancel the call; does nothing when it has ended."""

@@ -35,6 +35,7 @@ from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.names import GoalId
 from serve_common.nats.protocol import Greeting
+from serve_common.protocol.captures import CapturedPair
 from serve_common.protocol.subjects import Subjects
 
 COMMANDS_BUILT = typer.main.get_command(app)
@@ -91,6 +92,10 @@ class PlayedController:
         self.nats: Greeting | None = None
         self.response = AdminReply(b"7")
         """Of every endpoint that is called."""
+        self.responses: dict[str, AdminReply] = {}
+        """Of some endpoints, by the end of the subject, instead."""
+        self.captured: list[CapturedPair] = []
+        """Requests of every endpoint."""
         self.answers: dict[str, Any] = {
             "get_all_applications": [],
             **dict.fromkeys(COMMANDS, ChangeReply(goal_id=GOAL, updating=True)),
@@ -113,7 +118,7 @@ class PlayedController:
         verb = subject.removeprefix("serve.admin.")
         if verb == subject:
             self.called.append((subject.removeprefix("serve.call."), body, headers or {}))
-            return self.response
+            return self.responses.get(subject.removeprefix("serve.call."), self.response)
         request = msgspec.json.decode(body, type=VERBS[verb])
         self.asked.append((verb, request))
         answer = self.answers.get(verb)
@@ -142,7 +147,16 @@ class PlayedController:
         if isinstance(self.raises, BusAuthorizationFailed | BusUnavailable):
             raise self.raises
         admin = AdminClient(self, Subjects(), retry_for_s=0.0)
-        yield Stack(admin=admin, caller=Caller(self, Subjects()), nats=self.nats)
+        yield Stack(
+            admin=admin,
+            caller=Caller(self, Subjects()),
+            captures=lambda _tag: self,  # type: ignore[arg-type,return-value] - reads as `CaptureReader`
+            nats=self.nats,
+        )
+
+    async def read(self, limit: int) -> list[CapturedPair]:
+        """The newest captured requests."""
+        return self.captured[-limit:]
 
     def asked_of(self, verb: str) -> list[Any]:
         return [request for asked, request in self.asked if asked == verb]

@@ -37,6 +37,7 @@ from serve_common.api.commands import (
     Rollback,
     RolloutAction,
     Scale,
+    SetCapture,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
@@ -55,6 +56,7 @@ from serve_common.api.queries import (
     GetAllEndpoints,
     GetAutoscaling,
     GetBackendConfig,
+    GetCaptures,
     GetDeploymentInfo,
     GetEvents,
     GetHistory,
@@ -74,6 +76,7 @@ from serve_common.api.views import (
     AutoscalingView,
     BackendConfigView,
     BackendView,
+    CaptureView,
     DeploymentStatus,
     EndpointView,
     EventView,
@@ -104,6 +107,7 @@ from serve_common.config.backend import (
     ReplicaConfig,
     ReplicaPolicyName,
 )
+from serve_common.config.capture import CaptureConfig
 from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import (
     BadField,
@@ -196,6 +200,24 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
         UpdateBackendConfig(backend_tag=V1, config={"autoscaling_config": None}),
         "backend v1 is updated",
     ),
+    (
+        "capture set digits 1% --bodies --redact $.user --redact $..mail --redact-header X-Team --redact-query q",
+        SetCapture(
+            endpoint="default/digits",
+            share=0.01,
+            bodies=True,
+            redact=["$.user", "$..mail"],
+            redact_headers=["X-Team"],
+            redact_query=["q"],
+        ),
+        "capture of digits is set",
+    ),
+    (
+        "capture set shop/digits 0.5",
+        SetCapture(endpoint="shop/digits", share=0.5),
+        "capture of shop/digits is set",
+    ),
+    ("capture off digits", SetCapture(endpoint="default/digits", share=0), "capture of digits is off"),
     (
         'rollout start digits --to digits:Digits --version v2 --steps 5%,100% --limits {"cool_down_s":60}',
         StartRollout(
@@ -364,6 +386,19 @@ QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
             "health_check_failure_threshold 3",
             "digits#1 running host-1 v1",
         ],
+    ),
+    (
+        "capture list",
+        GetCaptures(limit=500),
+        [
+            CaptureView(
+                endpoint_tag="default/digits",
+                capture=CaptureConfig(share=0.015, bodies=True, redact=["$.user"], redact_query=["q"]),
+                goal_id=GoalId("g1"),
+            ),
+            CaptureView(endpoint_tag="shop/a", capture=CaptureConfig(share=1), goal_id=GoalId("g2")),
+        ],
+        ["endpoint share bodies redacted", "digits 1.5% yes $.user, query q", "shop/a 100% no -"],
     ),
     (
         "rollout list",

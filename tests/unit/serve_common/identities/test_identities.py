@@ -227,7 +227,7 @@ def test_commands_and_jetstream_are_in_an_account_that_users_code_is_not_in() ->
     assert {get_rights(role, "serve").account for role in (Role.PROXY, Role.REPLICA)} == {AccountName.DATA}
     led_in = [c.share for c in crossings("serve") if AccountName.CONTROL in c.importers]
     assert {share.subject for share in led_in if not share.is_service} == {
-        "serve.report.proxy.*", "serve.wake.>", "serve.log.>",
+        "serve.report.proxy.*", "serve.wake.>", "serve.capture.>", "serve.log.>",
     }  # fmt: skip
     assert {share.subject for share in led_in if share.is_service} == {"serve.call.>"}
 

@@ -83,6 +83,7 @@ NEEDED = {
     "traffic": {"a": 1},
     "weights": {"a": 1},
     "proportion": 0.5,
+    "share": 0.01,
     "deployments": [{"name": "d", "replica_config": {"import_path": "m:C"}}],
     "ingress": "d",
     "host_id": "h",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -278,6 +279,7 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
             dropped_calls=lambda: 7,
             memory=UploadMemory(),
             links=Links(),  # type: ignore[arg-type] - what is read of them
+            captures=SimpleNamespace(published=4, dropped=1),
         )
     )
     shown = generate_latest(registry).decode()
@@ -304,6 +306,8 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         "serve_proxy_refused_bodies_total 0.0",
         'serve_proxy_info{proxy_id="proxy-1"} 1.0',
         "serve_proxy_connections 2.0",
+        'serve_proxy_captured_requests_total{outcome="published"} 4.0',
+        'serve_proxy_captured_requests_total{outcome="dropped"} 1.0',
         'serve_router_queued_seconds_total{backend_tag="d/a"} 0.0',
         "serve_proxy_applied_snapshot_id 2.0",
     ):

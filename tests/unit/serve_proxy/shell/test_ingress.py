@@ -16,7 +16,9 @@ def test_a_proxy_that_starts_after_a_shutdown_listens_and_closes_at_the_next() -
     dispatcher: Any = SimpleNamespace(update=lambda _snapshots, *, whole: told.pop())
     routes: Any = SimpleNamespace(is_filled=True, confirm=lambda *_: None)
     options: Any = SimpleNamespace(take=taken.append, pending_reason=None)
-    ingress = Ingress(routes, dispatcher, Any, Any, options, on_applied=lambda: None, bus_wait_s=1.0)  # type: ignore[arg-type]
+    ingress = Ingress(
+        routes, dispatcher, Any, Any, options, captures=Any, on_applied=lambda: None, bus_wait_s=1.0
+    )  # type: ignore[arg-type]
     told.append(HttpChange(options=HttpOptions(), snapshot_id=3, is_shut_down=True))
     ingress.on_snapshots({}, whole=True)
     assert ingress.is_open

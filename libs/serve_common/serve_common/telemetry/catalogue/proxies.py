@@ -124,6 +124,15 @@ REFUSED_BODIES: Final = MetricSpec(
     unit="requests",
     exporters=_HERE,
 )
+CAPTURED_REQUESTS: Final = MetricSpec(
+    name="serve_proxy_captured_requests_total",
+    kind=MetricKind.COUNTER,
+    text="Requests that were sampled for a capture: published, or dropped because too many came at once or NATS was "
+    "away.",
+    unit="requests",
+    labels=("outcome",),
+    exporters=_HERE,
+)
 CONNECTIONS: Final = MetricSpec(
     name="serve_proxy_connections",
     kind=MetricKind.GAUGE,
@@ -182,6 +191,7 @@ PROXY_METRICS: Final = (
     DROPPED_PLAIN_CALLS,
     BODY_BYTES,
     REFUSED_BODIES,
+    CAPTURED_REQUESTS,
     RETRIES,
     EJECTIONS,
     CIRCUIT_OPEN,

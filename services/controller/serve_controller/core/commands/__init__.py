@@ -13,6 +13,7 @@ from serve_common.api import commands as c
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import (
     applications,
+    captures,
     deployments,
     endpoints,
     operations,
@@ -38,6 +39,7 @@ DECISIONS: Final[Mapping[type[c.Command[Any]], Callable[[Checkpoint, Any, float]
     c.SetTraffic: endpoints.set_traffic,
     c.ShadowTraffic: endpoints.shadow_traffic,
     c.SetEndpointOptions: endpoints.set_endpoint_options,
+    c.SetCapture: captures.set_capture,
     c.Rollback: deployments.rollback,
     c.StartRollout: rollouts.start_rollout,
     c.ControlRollout: rollouts.control_rollout,

@@ -14,6 +14,7 @@ from immutables import Map
 from serve_common.api.queries import PagedQuery
 from serve_common.api.views import (
     ApplicationView,
+    CaptureView,
     DeploymentStatus,
     DeploymentView,
     EndpointView,
@@ -258,3 +259,11 @@ def _endpoint(endpoint: EndpointRecord) -> EndpointView:
         shadows={str(tag): proportion for tag, proportion in sorted(target.shadows.items())},
         options=target.options,
     )
+
+
+def view_captures(checkpoint: Checkpoint, query: PagedQuery[Any] = ALL) -> list[CaptureView]:
+    """What is captured, in the order of the endpoints' tags."""
+    found = (checkpoint.captures[tag] for tag in paginate(checkpoint.captures.keys(), query))
+    return [
+        CaptureView(endpoint_tag=one.endpoint_tag, capture=one.config, goal_id=one.goal_id) for one in found
+    ]

@@ -1,0 +1,1 @@
+"""Comparison of replayed requests: differences of two responses, and whether a version really differs. Pure."""
