@@ -75,6 +75,9 @@ class Reference(Check):
                 tag = rollout.backend_tag
                 self.good.backends[tag] = self.now.backends[tag]
                 self._remember(tag, self.now.endpoints.get(tag))
+        for kind, name in commit.changes.deletes:
+            if kind is ObjectKind.ROLLOUT:
+                rollout_wishes.forget(self.now, self.good, commit.before.rollouts[BackendTag(name)])
         for value in () if commit.history else commit.puts(Application):
             known = commit.before.applications.get(value.name)
             moved = known is not None and known.target.takes_over is not None

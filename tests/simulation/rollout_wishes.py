@@ -50,6 +50,14 @@ def start(now: Wishes, command: c.StartRollout) -> None:
         now.backends[tag + suffix] = of_rollout(tag + suffix, made._replace(config=config))
 
 
+def forget(now: Wishes, good: Wishes, rollout: Rollout) -> None:
+    """What only the rollout needed is to go, but for a failed version that is kept."""
+    keeps = rollout.outcome is RolloutOutcome.ABORTED and rollout.config.keeps_failed
+    for suffix in SUFFIXES[1:] if keeps else SUFFIXES:
+        now.drop(rollout.backend_tag + suffix)
+        good.drop(rollout.backend_tag + suffix)
+
+
 def follow(now: Wishes, good: Wishes, known: Rollout | None, rollout: Rollout) -> bool:
     """What a recorded move of a rollout means; True when its version succeeded."""
     tag = rollout.backend_tag
@@ -62,10 +70,7 @@ def follow(now: Wishes, good: Wishes, known: Rollout | None, rollout: Rollout) -
     if is_decided and rollout.outcome is RolloutOutcome.ABORTED and had_promoted and tag in good.backends:
         now.backends[tag] = good.backends[tag]
     if rollout.state is RolloutState.ENDED:
-        keeps = rollout.outcome is RolloutOutcome.ABORTED and rollout.config.keeps_failed
-        for suffix in SUFFIXES[1:] if keeps else SUFFIXES:
-            now.drop(tag + suffix)
-            good.drop(tag + suffix)
+        forget(now, good, rollout)
     return is_decided and rollout.outcome is RolloutOutcome.PROMOTED
 
 

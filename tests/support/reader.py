@@ -80,6 +80,7 @@ _ENDLESS: Final = "goes on until Ctrl-C"
 _DO_NOT: Final = "is there as what not to do"
 _PLACEHOLDER: Final = "has a placeholder for what only the situation knows"
 _NO_ROOM: Final = "wants more replicas or hosts than the machine of these tests has room for"
+_NO_ROLLOUT: Final = "needs a rollout that is under way; rollouts.md has it, with one"
 _CUTS: Final = "cuts every connection to the stack that all compose tests share"
 
 NOT_EXECUTED: Final[Mapping[str, Mapping[str, str]]] = {
@@ -107,6 +108,11 @@ NOT_EXECUTED: Final[Mapping[str, Mapping[str, str]]] = {
         "muster top": _ENDLESS,
         "muster logs": _ENDLESS,
         "muster logs digits --level warning": _ENDLESS,
+        "muster logs digits--canary": _ENDLESS,
+        "muster deploy": _A_NAME,
+        "muster rollout watch digits": _NO_ROLLOUT,
+        "muster rollout step digits": _NO_ROLLOUT,
+        "muster rollout abort digits": _NO_ROLLOUT,
         "muster scale digits 6": _NO_ROOM,
         "muster scale digits 2": "would wait for a second host, once `max_replicas_per_host` is 1",
         "muster deploy … --num-cpus 1": _PLACEHOLDER,

@@ -322,6 +322,8 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
         if backend is None or not backend.deleting or draft.get_replicas(tag):
             continue
         draft.delete((ObjectKind.BACKEND, tag))
+        if tag not in draft.active_rollouts:
+            draft.delete((ObjectKind.ROLLOUT, tag))
         for number in sorted(draft.revisions.get(tag, {})):
             draft.delete((ObjectKind.REVISION, revision_name(tag, number)))
         deployment = draft.living_deployment(tag)

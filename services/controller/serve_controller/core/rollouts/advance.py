@@ -23,7 +23,7 @@ from serve_controller.core.goals import (
     pending_goal,
     replicas_missing,
 )
-from serve_controller.core.objects import Backend, ReplicaState
+from serve_controller.core.objects import Backend, ObjectKind, ReplicaState
 from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
 from serve_controller.core.rollouts.closing import abort, close_rollout
 from serve_controller.core.rollouts.judge import (
@@ -387,7 +387,10 @@ def _end(draft: Draft, rollout: Rollout, now: float) -> None:
         backend = draft.backends.get(one)
         if backend is not None and not backend.deleting and not (keeps and one == canary_tag(tag)):
             draft.put(msgspec.structs.replace(backend, deleting=True))
-    draft.put(msgspec.structs.replace(rollout, state=RolloutState.ENDED, ended_at=now))
+    if tag in draft.backends:
+        draft.put(msgspec.structs.replace(rollout, state=RolloutState.ENDED, ended_at=now))
+    else:
+        draft.delete((ObjectKind.ROLLOUT, tag))
     goal = draft.pending.get(rollout.goal_id)
     if goal is not None and rollout.outcome is RolloutOutcome.ABORTED:
         end_goal(draft, goal, GoalStatus.FAILED, now, rollout.reason)

@@ -137,6 +137,9 @@ def get_status(checkpoint: Checkpoint, backend: Backend) -> tuple[DeploymentStat
         return DeploymentStatus.UNHEALTHY, f"{message}: {detail}" if detail else message
     if goal is not None and goal.status is GoalStatus.FAILED:
         return DeploymentStatus.HEALTHY, _after_failure(backend, goal, replicas)
+    rollout = checkpoint.rollouts.get(backend.backend_tag)
+    if rollout is not None and rollout.is_active:
+        return DeploymentStatus.HEALTHY, f"rollout of version {rollout.candidate.version}: {rollout.progress}"
     return DeploymentStatus.HEALTHY, ""
 
 

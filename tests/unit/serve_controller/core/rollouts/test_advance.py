@@ -289,6 +289,7 @@ def test_another_change_of_the_deployment_replaces_it(how: str) -> None:
     assert world.loop.goal_status(goal_id) is GoalStatus.SUPERSEDED
     world.loop.settle()
     assert set(world.loop.checkpoint.backends) == ({TAG} if how == "deploy" else set())
+    assert (BackendTag(TAG) in world.loop.checkpoint.rollouts) == (how == "deploy")
     if how == "deploy":
         assert world.loop.backend().target.version == "v3"
         assert world.weights() == {TAG: 1.0}
