@@ -146,21 +146,7 @@ def _step(
     draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend, now: float
 ) -> float | None:
     if not rollout.is_in_force:
-        _set_replicas(draft, rollout, backend)
-        missing = _not_ready(draft, observed, rollout)
-        if missing:
-            _set_reason(draft, rollout, missing)
-        else:
-            draft.put(
-                msgspec.structs.replace(
-                    rollout,
-                    is_in_force=True,
-                    in_force_at=now,
-                    approved=False,
-                    gates=new_gates(),
-                    reason="",
-                )
-            )
+        _prepare(draft, observed, rollout, backend, now)
         return None
     if rollout.judged_step is None:
         return _last_step(draft, observed, rollout, backend, now)
@@ -189,6 +175,26 @@ def _step(
         )
     _set_reason(draft, rollout, text)
     return ends_at if now < ends_at else None
+
+
+def _prepare(draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend, now: float) -> None:
+    """Start the replicas of a step, and let requests go by it once they serve."""
+    if rollout.step > 0:
+        # Until then requests go by the step before, whose evidence goes on.
+        rollout, status, text = _judged(draft, observed, rollout, now)
+        if status is GateStatus.FAILED:
+            abort(draft, rollout.backend_tag, text, now)
+            return
+    _set_replicas(draft, rollout, backend)
+    missing = "paused" if rollout.state is RolloutState.PAUSED else _not_ready(draft, observed, rollout)
+    if missing:
+        _set_reason(draft, rollout, missing)
+        return
+    draft.put(
+        msgspec.structs.replace(
+            rollout, is_in_force=True, in_force_at=now, approved=False, gates=new_gates(), reason=""
+        )
+    )
 
 
 def _go_to(draft: Draft, rollout: Rollout, step: int, why: str, now: float) -> None:
@@ -269,8 +275,8 @@ def _judged(
                 judged_at=now,
             )
             draft.put(rollout)
-    assert rollout.judged_step is not None
-    alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, rollout.judged_step)
+    step = rollout.step if rollout.is_in_force else rollout.step - 1
+    alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, step)
     found = results(rollout.gates, rollout.config, alpha)
     status = get_status(found)
     texts = [
@@ -292,10 +298,8 @@ def _judge_counts(
     # Chosen from what was counted before, so that no request is judged by a time that it took part in.
     gates = with_times(rollout.gates, recent)
     if not set(rollout.counted_by) <= counted_by:
-        return (
-            gates,
-            recent,
-        )  # a process that had counted some of it is gone, and with it what it counted since
+        # A process that had counted some of it is gone, and with it what it counted since.
+        return gates, recent
     own, canary, baseline = (
         difference(counted[one], rollout.counted.get(one, _NO_COUNTS))
         for one in (tag, canary_tag(tag), baseline_tag(tag))

@@ -240,6 +240,39 @@ def test_a_paused_one_stays_and_is_still_aborted() -> None:
     assert worse.rollout.outcome is RolloutOutcome.ABORTED
 
 
+def _prepare_second_step(world: World) -> None:
+    """Let the first step pass while proxies apply nothing, so that the second is prepared for long."""
+    world.start(steps=("50%", "100%"))
+    world.run_to_step(0)
+    world.loop.are_proxies_slow = True
+    world.do(RolloutAction.STEP)
+    world.run(5)
+    assert (world.rollout.step, world.rollout.is_in_force) == (1, False)
+    assert world.weights() == {CANARY: 0.5, BASELINE: 0.5}
+
+
+def test_it_is_judged_while_its_next_step_is_prepared() -> None:
+    world = World(rate=100.0)
+    _prepare_second_step(world)
+    world.traffic = Traffic(world.loop, TAG, model(), model(errors=1.0), rate=100.0, seed=3)
+    world.run(10)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    assert world.weights() == {TAG: 1.0}
+    world.loop.are_proxies_slow = False
+    world.run(10, until=RolloutState.ENDED)
+
+
+def test_a_paused_one_does_not_begin_the_step_that_is_prepared() -> None:
+    world = World(rate=100.0)
+    _prepare_second_step(world)
+    world.do(RolloutAction.PAUSE)
+    world.loop.are_proxies_slow = False
+    world.run(60)
+    assert world.weights() == {CANARY: 0.5, BASELINE: 0.5}
+    world.do(RolloutAction.RESUME)
+    world.run_to_step(1)
+
+
 def test_a_promotion_by_command_skips_the_other_steps() -> None:
     world = World(rate=10.0)
     goal_id = world.start()
