@@ -80,10 +80,10 @@ def is_going(checkpoint: Checkpoint, backend: Backend) -> bool:
     return backend.deleting and backend.goal_id in checkpoint.pending
 
 
-def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned: str) -> Accepted | None:
+def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, *owned: str) -> Accepted | None:
     """The outcome of a command that was accepted before under the same request id, or None.
 
-    ``owned`` is the key that its goal must own: an id used for something else is no retry. Raises `BadField` for an
+    Its goal must own one of the keys ``owned``: an id used for something else is no retry. Raises `BadField` for an
     invalid id.
     """
     if request_id is None:
@@ -91,7 +91,7 @@ def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned:
     check_name(request_id, "request_id")
     goal_id = checkpoint.requests.get(request_id)
     goal = None if goal_id is None else checkpoint.goals.get(goal_id)
-    if goal is None or owned not in goal.owns:
+    if goal is None or not set(owned) & set(goal.owns):
         return None
     return nothing_to_do(subject, goal.goal_id, updating=True)
 
