@@ -120,6 +120,8 @@ class DeployApplication(Command[ChangeReply], frozen=True, kw_only=True):
     app_config: dict[str, Any] | None = None
     """What a configuration file has for the application, for `muster config`: it is stored and shown, and changes
     nothing. None: deployed without a file."""
+    skips_rollout: bool = False
+    """Whether new versions replace the old ones at once although `BackendConfig.rollout` is set, as in `Deploy`."""
     request_id: str | None = None
     """Id of one change, as in `Deploy`."""
 

@@ -235,7 +235,9 @@ def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
         return rollout.progress
     left_out = deployments_removed_by(draft, goal)
     for tag in owned_backends(goal):
-        backend = draft.backends.get(tag)
+        backend, rollout = draft.backends.get(tag), draft.rollouts.get(tag)
+        if rollout is not None and rollout.is_active and rollout.goal_id == goal.goal_id:
+            return f"{tag}: {rollout.progress}"
         if backend is None or backend.deleting:
             left = len(draft.get_replicas(tag))
             if left:

@@ -68,9 +68,8 @@ from serve_controller.core.versions import Wanted, make_backend, matches_target
 def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     """Create or update a deployment: its backend and the endpoint of its tag."""
     tag = deployment_tag(command.name)
-    wanted = Wanted(
-        command.replica_config, command.backend_config, command.version, command.version is not None
-    )
+    is_named = command.version is not None
+    wanted = Wanted(command.replica_config, command.backend_config, command.version, is_named)
     check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
     former = checkpoint.endpoints.get(EndpointTag(tag))
@@ -98,7 +97,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     ):
         return nothing_to_do(tag, existing.goal_id)
     check_not_moving(checkpoint, tag)
-    if existing is not None and not command.skips_rollout and makes_rollout(checkpoint, existing, wanted):
+    if existing is not None and makes_rollout(checkpoint, existing, wanted, skips=command.skips_rollout):
         return deploy_by_rollout(checkpoint, existing, wanted, config, now, request_id=command.request_id)
     draft = Draft(checkpoint)
     supersede_rollout(draft, tag, now)
@@ -389,7 +388,7 @@ def update_backend_config(
         return nothing_to_do(tag, existing.goal_id)
     is_deployment = checkpoint.living_deployment(tag) is not None
     check_rollout_of_deployment(wanted, tag, "config.rollout", is_deployment=is_deployment)
-    if not command.skips_rollout and makes_rollout(checkpoint, existing, wanted):
+    if makes_rollout(checkpoint, existing, wanted, skips=command.skips_rollout):
         return deploy_by_rollout(checkpoint, existing, wanted, None, now)
     draft = Draft(checkpoint)
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))

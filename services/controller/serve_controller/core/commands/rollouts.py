@@ -116,14 +116,23 @@ def _check_new_version(checkpoint: Checkpoint, backend: Backend, command: StartR
 
 
 def check_may_start(
-    checkpoint: Checkpoint, backend: Backend, candidate: Candidate, now: float, *, again: bool = False
+    checkpoint: Checkpoint,
+    backend: Backend,
+    candidate: Candidate,
+    now: float,
+    *,
+    again: bool = False,
+    more: int = 1,
 ) -> None:
-    """Raise where the version may not be rolled out; one that was aborted a short time ago may only ``again``."""
+    """Raise where the version may not be rolled out; one that was aborted a short time ago may only ``again``.
+
+    ``more``: rollouts that start together.
+    """
     tag = backend.backend_tag
     for one in (canary_tag(tag), baseline_tag(tag)):
         if checkpoint.living_deployment(one) is not None:
             raise Conflict(f"name: there is a deployment {one!r}, whose name the rollout needs")
-    check_backend_limit(checkpoint, 2)
+    check_backend_limit(checkpoint, 2 * more)
     former = checkpoint.rollouts.get(tag)
     if former is not None and former.outcome is RolloutOutcome.ABORTED and not again:
         over_at = (former.decided_at or now) + former.config.cool_down_s
@@ -132,7 +141,7 @@ def check_may_start(
                 f"version: this version was aborted {now - (former.decided_at or now):.0f} s ago and is not tried "
                 f"again within {former.config.cool_down_s:g} s unless `again` is set: {former.reason[:300]}"
             )
-    if len(checkpoint.active_rollouts) >= ROLLOUTS_MAX:
+    if len(checkpoint.active_rollouts) + more > ROLLOUTS_MAX:
         raise LimitReached(f"{ROLLOUTS_MAX} rollouts are under way already")
 
 

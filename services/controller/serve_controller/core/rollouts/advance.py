@@ -18,13 +18,14 @@ from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import (
     end_goal,
+    fail,
     mark_backend_good,
     mark_endpoint_good,
     not_applied,
     pending_goal,
     replicas_missing,
 )
-from serve_controller.core.objects import Backend, ObjectKind, ReplicaState
+from serve_controller.core.objects import Backend, GoalKind, ObjectKind, ReplicaState
 from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
 from serve_controller.core.rollouts.closing import abort, close_rollout
 from serve_controller.core.rollouts.judge import (
@@ -78,6 +79,12 @@ def advance_rollout(draft: Draft, observed: ObservedState, tag: BackendTag, now:
     if not rollout.has_backends:
         _take_over(draft, observed, rollout, backend)
         return rollout.started_at + rollout.config.deadline_s
+    goal = draft.goals.get(rollout.goal_id)
+    if goal is not None and goal.status is GoalStatus.FAILED:
+        close_rollout(
+            draft, tag, RolloutOutcome.SUPERSEDED, f"undone with its application: {goal.error[:300]}", now
+        )
+        return None
     rollout = _with_failures(draft, observed, rollout, now)
     canary = draft.backends.get(canary_tag(tag))
     wrong = _why_wrong(rollout, backend, canary, now)
@@ -377,8 +384,10 @@ def _last_step(
         return ends_at if now < ends_at else None
     missing = _not_applied(draft, observed, rollout)
     goal = pending_goal(draft, rollout.backend_tag)
-    if missing or goal is not None:
-        _set_reason(draft, rollout, missing or f"waits for the end of {goal.goal_id if goal else ''}")
+    if not missing and goal is not None and goal.goal_id != rollout.goal_id:
+        missing = f"waits for the end of {goal.goal_id}"
+    if missing:
+        _set_reason(draft, rollout, missing)
         return None
     conflict = route_conflict(draft, rollout)
     if conflict:
@@ -407,7 +416,7 @@ def _promote(draft: Draft, observed: ObservedState, rollout: Rollout, backend: B
         _set_reason(draft, rollout, missing)
         return
     goal = draft.pending.get(rollout.goal_id)
-    if goal is not None:
+    if goal is not None and goal.kind is GoalKind.ROLLOUT:  # that of an application may still fail
         endpoint = draft.endpoints.get(EndpointTag(rollout.backend_tag))
         if endpoint is not None and rollout.deployed is not None:
             mark_endpoint_good(draft, endpoint, goal)
@@ -429,5 +438,9 @@ def _end(draft: Draft, rollout: Rollout, now: float) -> None:
     else:
         draft.delete((ObjectKind.ROLLOUT, tag))
     goal = draft.pending.get(rollout.goal_id)
-    if goal is not None and rollout.outcome is RolloutOutcome.ABORTED:
+    if goal is None or rollout.outcome is not RolloutOutcome.ABORTED:
+        return
+    if goal.kind is GoalKind.APPLICATION:
+        fail(draft, goal, rollout.reason, now, of=tag)
+    else:
         end_goal(draft, goal, GoalStatus.FAILED, now, rollout.reason)

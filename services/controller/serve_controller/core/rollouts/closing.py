@@ -14,6 +14,7 @@ from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.reports import ERROR_LENGTH_MAX
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import end_goal, undo_backend, undo_endpoint
+from serve_controller.core.objects import GoalKind
 from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
 
 PAUSED_BY: Final = "start_rollout"
@@ -47,5 +48,5 @@ def close_rollout(draft: Draft, tag: BackendTag, outcome: RolloutOutcome, reason
     if own is not None and rollout.pauses_autoscaling and own.autoscaling_paused == PAUSED_BY:
         draft.put(msgspec.structs.replace(own, autoscaling_paused=""))
     goal = draft.pending.get(rollout.goal_id)
-    if goal is not None and outcome is RolloutOutcome.SUPERSEDED:
+    if goal is not None and goal.kind is GoalKind.ROLLOUT and outcome is RolloutOutcome.SUPERSEDED:
         end_goal(draft, goal, GoalStatus.SUPERSEDED, now, reason)

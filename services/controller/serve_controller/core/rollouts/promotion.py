@@ -42,7 +42,11 @@ def promoted_version(backend: Backend, rollout: Rollout) -> Wanted:
 def endpoint_fields(config: EndpointConfig) -> EndpointFields:
     """The fields of an endpoint that a deploy sets."""
     return EndpointFields(
-        route=config.route, methods=config.methods, traffic=config.traffic, options=config.options
+        route=config.route,
+        methods=config.methods,
+        traffic=config.traffic,
+        options=config.options,
+        is_ingress=config.is_ingress,
     )
 
 

@@ -80,6 +80,7 @@ class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     methods: list[str]
     traffic: dict[BackendTag, float]
     options: EndpointOptions
+    is_ingress: bool
 
 
 class Deployed(msgspec.Struct, frozen=True, kw_only=True):
