@@ -241,7 +241,7 @@ async def muster(stack: LoadedStack, *arguments: str) -> Result:
 
 async def test_each_deploy_of_a_deployment_with_rollout_is_one(stack: LoadedStack) -> None:
     await deployed(stack)
-    # On a busy machine one replica may stand still for a moment; what is told apart here always fails.
+    # On a busy machine one replica may stand still for a moment; what must be found here always fails.
     limits = {
         "steps": ["25%", "100%"],
         "max_error_increase": 0.05,
