@@ -27,7 +27,7 @@ from serve_controller.core.goals import (
 )
 from serve_controller.core.objects import Backend, GoalKind, ObjectKind, ReplicaState
 from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
-from serve_controller.core.rollouts.closing import abort, close_rollout
+from serve_controller.core.rollouts.closing import PAUSED_BY, abort, close_rollout
 from serve_controller.core.rollouts.judge import (
     Gate,
     GateStatus,
@@ -163,17 +163,15 @@ def _take_over(draft: Draft, observed: ObservedState, rollout: Rollout, backend:
     tags = (canary_tag(rollout.backend_tag), baseline_tag(rollout.backend_tag))
     left = [draft.backends[tag] for tag in tags if tag in draft.backends]
     serving = [one for one in left if not one.deleting]
-    missing, counted, counted_by = _counts(draft, observed, rollout)
+    missing = ""
     if serving:
         missing = _not_applied(draft, observed, rollout)
         for one in () if missing else serving:
             draft.put(msgspec.structs.replace(one, deleting=True))
-    if left or missing:
+    if left:
         _set_reason(draft, rollout, missing or "the replicas of the rollout before stop")
         return
-    draft.put(
-        msgspec.structs.replace(rollout, has_backends=True, counted=counted, counted_by=counted_by, reason="")
-    )
+    draft.put(msgspec.structs.replace(rollout, has_backends=True, reason=""))
     put_backends(draft, rollout, backend)
 
 
@@ -228,6 +226,10 @@ def _prepare(draft: Draft, observed: ObservedState, rollout: Rollout, backend: B
     if missing:
         _set_reason(draft, rollout, missing)
         return
+    if rollout.step == 0:
+        # Proxies may still have the counts of a rollout before, which are no evidence about this one.
+        _, counted, counted_by = _counts(draft, observed, rollout)
+        rollout = msgspec.structs.replace(rollout, counted=counted, counted_by=counted_by)
     draft.put(
         msgspec.structs.replace(
             rollout, is_in_force=True, in_force_at=now, approved=False, gates=new_gates(), reason=""
@@ -394,7 +396,10 @@ def _last_step(
         abort(draft, rollout.backend_tag, conflict, now)
         return None
     promoted = make_backend(backend, rollout.backend_tag, rollout.goal_id, promoted_version(backend, rollout))
-    draft.put(msgspec.structs.replace(promoted, autoscaling_paused=backend.autoscaling_paused))
+    paused = promoted.autoscaling_paused
+    if promoted.target.backend_config.autoscaling_config is not None:
+        paused = paused or PAUSED_BY  # its own replicas have no load yet
+    draft.put(msgspec.structs.replace(promoted, autoscaling_paused=paused))
     put_endpoint(draft, rollout)
     keeps_code = promoted.target.code_version == backend.target.code_version
     draft.put(
@@ -403,6 +408,7 @@ def _last_step(
             state=RolloutState.PROMOTING,
             promoted_code_version=promoted.target.code_version,
             promoted_config_version=promoted.target.config_version if keeps_code else 0,
+            pauses_autoscaling=rollout.pauses_autoscaling or paused == PAUSED_BY,
             reason="the deployment's own replicas are replaced",
         )
     )
