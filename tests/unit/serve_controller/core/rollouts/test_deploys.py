@@ -23,6 +23,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import BadField, Conflict
 from serve_common.names import BackendTag, EndpointTag
+from serve_common.routing.request_counts import RequestCounter
 from serve_controller.core.commands import decide
 from serve_controller.core.forecast import forecast
 from serve_controller.core.objects import EndpointRecord
@@ -378,3 +379,32 @@ def test_fields_of_rollout_are_changed_by_themselves() -> None:
     world = World()
     world.loop.done(UpdateBackendConfig(backend_tag="a", config={"rollout": {"max_latency_ratio": 3.0}}))
     assert world.config.rollout == RolloutConfig(steps=("25%", "100%"), max_latency_ratio=3.0)
+
+
+def test_a_canary_stays_what_it_is_as_long_as_a_proxy_may_send_to_it() -> None:
+    world = World(rollout=WAITS)
+    world.loop.ask(rolled("v2", rollout=WAITS))
+    world.run(20)
+    assert world.rollout.is_in_force
+    world.loop.are_proxies_slow = True
+    world.loop.ask(rolled("v3", rollout=WAITS))
+    world.run(20)
+    canary = world.loop.checkpoint.backends[CANARY]
+    assert (canary.target.version, canary.deleting) == ("v2", False)
+    world.loop.are_proxies_slow = False
+    world.run(20)
+    assert world.loop.checkpoint.backends[CANARY].target.version == "v3"
+
+
+def test_what_was_counted_before_its_first_step_is_no_evidence() -> None:
+    world = World(rollout=STEPS)
+    world.loop.ask(rolled("v2"))
+    counter = world.loop.request_counts.setdefault(CANARY, RequestCounter())
+    for _ in range(200):
+        counter.add(500, 0.1)  # of a version before, as a proxy that has not forgotten it reports
+    for _ in range(100):
+        world.loop.step(0.25)
+        if world.rollout.is_in_force:
+            break
+    world.loop.steps(8, 0.25)
+    assert world.rollout.outcome is None, world.rollout.reason
