@@ -399,9 +399,10 @@ def test_a_canary_stays_what_it_is_as_long_as_a_proxy_may_send_to_it() -> None:
 def test_what_was_counted_before_its_first_step_is_no_evidence() -> None:
     world = World(rollout=STEPS)
     world.loop.ask(rolled("v2"))
-    counter = world.loop.request_counts.setdefault(CANARY, RequestCounter())
-    for _ in range(200):
-        counter.add(500, 0.1)  # of a version before, as a proxy that has not forgotten it reports
+    for tag, status in ((CANARY, 500), (BASELINE, 200)):
+        counter = world.loop.request_counts.setdefault(tag, RequestCounter())
+        for _ in range(200):
+            counter.add(status, 0.1)  # of a rollout before, as a proxy that has not forgotten it reports
     for _ in range(100):
         world.loop.step(0.25)
         if world.rollout.is_in_force:
