@@ -11,7 +11,7 @@ class GateView(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of a rollout's present step have shown about one thing."""
 
     kind: str
-    """``errors``, ``client_errors``, ``latency_p50`` or ``latency_p99``."""
+    """``errors``, ``client_errors``, ``latency_p50``, ``latency_p99`` or ``differences``."""
     status: str
     """``passed``, ``failed`` or ``unknown``."""
     text: str

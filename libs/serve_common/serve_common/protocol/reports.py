@@ -162,6 +162,10 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     times: Annotated[dict[Count, Count], Meta(max_length=_BUCKETS_MAX)] = {}
     """Number of requests by the time until the end of their response, or until their client left, in the buckets of
     `routing.request_counts`; without failed ones and WebSockets."""
+    compared: Count = 0
+    """Responses to copies that were compared with what the caller got."""
+    different: Count = 0
+    """Those of them that differ beyond what is known to vary."""
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
