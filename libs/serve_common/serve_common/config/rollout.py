@@ -64,8 +64,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share of different ones has been shown to exceed the baseline's by less than this, and the rollout is aborted once
     it has been shown to exceed it by more. None: differences are shown, and judge nothing."""
     difference_tolerance: float = 1e-6
-    """Numbers in JSON are equal when they differ by at most this, absolutely or relative to the larger one; two integers
-    only when they are the same."""
+    """Numbers in JSON are equal when they differ by at most this, absolutely or relative to the larger one; two
+    integers only when they are the same."""
     max_replica_failures: int = 2
     """Replicas of the new version that may die or fall ill in the rollout, beyond as many of the baseline."""
     false_abort_probability: float = 0.005
@@ -116,13 +116,13 @@ def _parse_step(text: str, field: str) -> RolloutStep:
 
 def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> RolloutConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    parse_steps(config.steps, f"{field}.steps")
+    steps = parse_steps(config.steps, f"{field}.steps")
     check_between(config.max_error_increase, 0.0001, 0.5, f"{field}.max_error_increase")
     check_between(config.max_client_error_increase, 0.0001, 0.5, f"{field}.max_client_error_increase")
     check_between(config.max_latency_ratio, 1.1, 100, f"{field}.max_latency_ratio")
     if config.max_difference_increase is not None:
         check_between(config.max_difference_increase, 0.0001, 0.5, f"{field}.max_difference_increase")
-        if not parse_steps(config.steps)[0].is_shadow:
+        if not steps[0].is_shadow:
             raise BadField(
                 f"{field}.max_difference_increase",
                 "needs a shadow step: only responses to copies are compared",

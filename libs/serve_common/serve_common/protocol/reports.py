@@ -26,6 +26,7 @@ MISSING_CODE_MAX = 100
 """Digests of missing code in one report; the others follow."""
 _RESOURCES_MAX = 1_000
 _BUCKETS_MAX = 256
+EXAMPLES_MAX = 5
 JUDGED_MAX = 1_000
 """Backends whose request_counts are in one report."""
 
@@ -197,6 +198,10 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """True when it drains and takes no new requests; goals no longer wait for it."""
     request_counts: Annotated[dict[BackendTag, RequestCounts], Meta(max_length=JUDGED_MAX)] = {}
     """Counts of the backends whose snapshots say that they are judged, since this process knows them."""
+    differences: Annotated[
+        dict[BackendTag, Annotated[list[Label], Meta(max_length=EXAMPLES_MAX)]], Meta(max_length=JUDGED_MAX)
+    ] = {}
+    """By canary, for people: where its responses differ, such as ``$.label: 3 instead of 8``."""
 
 
 class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from serve_common.api.commands import RolloutAction
+from serve_common.api.queries import GetRollouts
 from serve_common.config.rollout import RolloutConfig, check_rollout_config, parse_steps
 from serve_common.errors import BadField
+from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.reports import RequestCounts
+from serve_common.protocol.snapshots import EndpointSnapshot, ShadowComparison
+from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.rollouts.judge import (
     Gate,
     GateKind,
@@ -22,8 +28,9 @@ from serve_controller.core.rollouts.judge import (
     with_counts,
 )
 from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
+from serve_controller.core.views.rollouts import view_rollouts
 from tests.support.control_loop.traffic import model
-from tests.unit.serve_controller.core.rollouts.test_advance import BASELINE, CANARY, World
+from tests.unit.serve_controller.core.rollouts.test_advance import BASELINE, CANARY, TAG, World
 
 CONFIG = RolloutConfig(steps=("shadow 50%", "50%", "100%"), max_difference_increase=0.02)
 SHADOW, SPLIT, _ = parse_steps(CONFIG.steps)
@@ -126,6 +133,48 @@ def test_a_rollout_goes_by_it(share: float, outcome: RolloutOutcome) -> None:
         assert world.rollout.passed == ()
     else:
         assert "answers differ" in world.rollout.passed[0].why
+
+
+def test_proxies_compare_in_shadow_steps_only() -> None:
+    world = World(model(), rate=100.0)
+    world.start(steps=CONFIG.steps, difference_tolerance=0.5)
+    world.run_to_step(0)
+    rule = ShadowComparison(own=BackendTag(TAG), canary=CANARY, baseline=BASELINE, tolerance=0.5)
+    assert endpoint(world).comparisons == [rule]
+    world.do(RolloutAction.STEP)
+    world.run_to_step(1)
+    assert endpoint(world).comparisons == []
+
+
+def endpoint(world: World) -> EndpointSnapshot:
+    content = world.loop.bucket[endpoint_key(EndpointTag(TAG))].content
+    assert isinstance(content, EndpointSnapshot)
+    return content
+
+
+def test_people_see_what_differs() -> None:
+    world = World(model())
+    world.start(steps=CONFIG.steps)
+    world.run_to_step(0)
+    query = GetRollouts(name="a")
+    [view] = view_rollouts(world.loop.checkpoint, query, world.loop.observed)
+    assert view.differences is None
+    world.traffic.differing = {CANARY: 0.5, BASELINE: 0.1}
+    world.run(5)
+    text = "$.label: 3 instead of 8"
+    observed = msgspec.structs.replace(
+        world.loop.observed,
+        proxies={
+            tag: msgspec.structs.replace(
+                proxy, report=msgspec.structs.replace(proxy.report, differences={CANARY: [text]})
+            )
+            for tag, proxy in world.loop.observed.proxies.items()
+        },
+    )
+    [view] = view_rollouts(world.loop.checkpoint, query, observed)
+    assert view.differences is not None
+    assert 0 < view.differences.baseline_different < view.differences.different < view.differences.compared
+    assert view.differences.examples == [text]
 
 
 def test_without_a_limit_they_are_counted_and_judge_nothing() -> None:
