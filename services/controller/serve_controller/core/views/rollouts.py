@@ -59,12 +59,13 @@ def _differences(rollout: Rollout, observed: ObservedState) -> DifferencesView |
     if not counted.compared:
         return None
     reports = [proxy.report for proxy in observed.proxies.values()]
-    texts = dict.fromkeys(text for report in reports for text in report.differences.get(canary, []))
+    texts = [text for report in reports for text in report.differences.get(canary, [])]
+    by_path = {text.partition(": ")[0]: text for text in texts}  # each proxy has examples of its own
     return DifferencesView(
         compared=counted.compared,
         different=counted.different,
         baseline_different=old.different,
-        examples=list(texts)[:EXAMPLES_MAX],
+        examples=list(by_path.values())[:EXAMPLES_MAX],
     )
 
 
