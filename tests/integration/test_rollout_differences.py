@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from serve_common.api.commands import Deploy, StartRollout
+from serve_common.api.commands import Deploy, SetCapture, StartRollout
 from serve_common.api.queries import GetRollouts
 from serve_common.api.views import GoalStatus, GoalView
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
@@ -60,8 +60,8 @@ async def under_load(stack: LoadedStack) -> AsyncIterator[Counter[bool]]:
             sending.cancel()
 
 
-async def rolled_out(stack: LoadedStack, *, wrong: float) -> GoalView:
-    """The end of a rollout of a version of which this share of the answers is wrong."""
+async def deployed(stack: LoadedStack) -> None:
+    """The old version, anew: whatever a test left."""
     config = ReplicaConfig(
         import_path="differing_model:Labels",
         app_dir=str(APPS / "rollout_app"),
@@ -74,29 +74,32 @@ async def rolled_out(stack: LoadedStack, *, wrong: float) -> GoalView:
         route_prefix=f"/{NAME}",
     )
     await stack.done(await stack.admin.call(deploy))
-    async with under_load(stack) as seen:
-        reply = await stack.admin.call(
-            StartRollout(
-                name=NAME,
-                version="new",
-                replica_config={"init_kwargs": {"wrong": wrong}},
-                rollout=RolloutConfig(
-                    steps=("shadow 100%", "100%"),
-                    max_difference_increase=0.01,
-                    # Times on a busy machine vary widely, and a wider limit is shown to hold sooner.
-                    max_latency_ratio=3.0,
-                ),
-                again=True,
-            )
+
+
+async def rolled_out(
+    stack: LoadedStack, *, wrong: float, steps: tuple[str, ...] = ("shadow 100%", "100%"), **fields: bool
+) -> GoalView:
+    """The end of a rollout of a version of which this share of the answers is wrong."""
+    # Times on a busy machine vary widely, and a wider limit is shown to hold sooner.
+    config = RolloutConfig(steps=steps, max_difference_increase=0.01, max_latency_ratio=3.0, **fields)
+    reply = await stack.admin.call(
+        StartRollout(
+            name=NAME,
+            version="new",
+            replica_config={"init_kwargs": {"wrong": wrong}},
+            rollout=config,
+            again=True,
         )
-        assert reply.goal_id is not None
-        goal = await stack.admin.wait_for_goal(reply.goal_id, deadline_s=DECIDED_WITHIN_S)
-    assert seen.keys() == {True}, seen
-    return goal
+    )
+    assert reply.goal_id is not None
+    return await stack.admin.wait_for_goal(reply.goal_id, deadline_s=DECIDED_WITHIN_S)
 
 
 async def test_wrong_answers_that_look_right_are_found_and_reach_nobody(stack: LoadedStack) -> None:
-    goal = await rolled_out(stack, wrong=0.05)
+    await deployed(stack)
+    async with under_load(stack) as seen:
+        goal = await rolled_out(stack, wrong=0.05)
+    assert seen.keys() == {True}, seen
     [view] = await stack.admin.call(GetRollouts(name=NAME))
     print(f"{goal.error}; {view.differences}")
     assert goal.status is GoalStatus.FAILED
@@ -108,8 +111,24 @@ async def test_wrong_answers_that_look_right_are_found_and_reach_nobody(stack: L
 
 
 async def test_an_equal_version_with_random_ids_passes(stack: LoadedStack) -> None:
-    goal = await rolled_out(stack, wrong=0.0)
+    await deployed(stack)
+    async with under_load(stack) as seen:
+        goal = await rolled_out(stack, wrong=0.0)
+    assert seen.keys() == {True}, seen
     [view] = await stack.admin.call(GetRollouts(name=NAME))
     print(f"{view.passed}; {view.differences}")
     assert goal.status is GoalStatus.SUCCEEDED, goal.error
     assert "differences: 0 of " in view.passed[0].why
+
+
+async def test_captured_requests_decide_where_none_come_by_themselves(stack: LoadedStack) -> None:
+    await deployed(stack)
+    await stack.done(await stack.admin.call(SetCapture(endpoint=NAME, share=1.0)))
+    async with under_load(stack) as seen:
+        await asyncio.sleep(3)
+    assert seen[True] > 200
+    goal = await rolled_out(stack, wrong=0.3, steps=("shadow 10%", "100%"), replays_captures=True)
+    [view] = await stack.admin.call(GetRollouts(name=NAME))
+    print(f"{goal.error}; {view.differences}")
+    assert goal.status is GoalStatus.FAILED
+    assert goal.error.startswith("differences: ")

@@ -10,7 +10,8 @@ import msgspec
 from serve_common.api.views import EventView, HistoryView
 from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy
 from serve_common.errors import ServeError
-from serve_common.names import BackendTag, ControllerId, HostId, ReplicaTag
+from serve_common.names import BackendTag, ControllerId, EndpointTag, HostId, ReplicaTag
+from serve_common.protocol.captures import CapturedPair
 from serve_common.protocol.evaluation import Evaluation, EvaluationResult
 from serve_common.protocol.reports import HostGoal, LeaderNotice
 from serve_common.protocol.snapshots import Snapshot
@@ -144,6 +145,26 @@ class CodeBucket(Protocol):
 
     async def drop_code(self, digest: str) -> None:
         """Remove all pages."""
+        ...
+
+
+class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A captured request and its place in the stream."""
+
+    sequence: int
+    pair: CapturedPair | None
+    """None for one that cannot be read."""
+
+
+class CapturedRequests(Protocol):
+    """The stream of captured requests, and a way to send them again. Every method raises `BusUnavailable`."""
+
+    async def find(self, endpoint_tag: EndpointTag, sequence: int) -> CapturedRequest | None:
+        """The first captured request of an endpoint at or after ``sequence``; None when there is none."""
+        ...
+
+    async def send(self, endpoint_tag: EndpointTag, pair: CapturedPair, timeout_s: float) -> None:
+        """Send it to an endpoint as a caller would, and wait for whatever comes back."""
         ...
 
 

@@ -26,6 +26,7 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.request_traces import open_tracing
+from serve_controller.adapters.captured_requests import NatsCapturedRequests
 from serve_controller.adapters.code_bucket import JetStreamCodeBucket
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
@@ -37,8 +38,10 @@ from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.adapters.replica_evaluator import NatsReplicaEvaluator
 from serve_controller.adapters.rollout_metrics import RolloutCollector
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, CrashingBoundary, OpenBoundary, kill_after
+from serve_controller.shell.capture_replays import CaptureReplays
 from serve_controller.shell.code_store import CodeStore
 from serve_controller.shell.service import ControllerService, ScalingParts
 
@@ -96,6 +99,10 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         if bus is None or not bus.is_connected:
             return "NATS is not connected"
         return None if service is None else service.readiness_error()
+
+    def lead_checkpoint() -> Checkpoint | None:
+        term = None if service is None else service.term
+        return None if term is None else term.checkpoint
 
     pulse = BusHealthCheck(
         "control plane",
@@ -155,6 +162,8 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         background.start(pulse.run(), "pulse")
         background.start(lag.run(), "loop_lag")
         background.start(nats_servers.run(), "nats_monitors")
+        captured = NatsCapturedRequests(client, subjects)
+        background.start(CaptureReplays(captured, lead_checkpoint, time.monotonic).run(), "capture_replays")
         await evaluator.start()
         await bus.start(service, service.admin)
         await _run_until_closed(service, closed)

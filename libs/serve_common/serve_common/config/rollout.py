@@ -66,6 +66,11 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     difference_tolerance: float = 1e-6
     """Numbers in JSON are equal when they differ by at most this, absolutely or relative to the larger one; two
     integers only when they are the same."""
+    replays_captures: bool = False
+    """Whether captured requests of the deployment's endpoints are sent to them again in shadow steps, ten a second,
+    until differences are shown to be few or many: where there is too little traffic. Only GET, HEAD and OPTIONS."""
+    replays_all_methods: bool = False
+    """Whether captured requests of other methods are sent again too: they then run once more in the old version."""
     max_replica_failures: int = 2
     """Replicas of the new version that may die or fall ill in the rollout, beyond as many of the baseline."""
     false_abort_probability: float = 0.005
@@ -127,6 +132,8 @@ def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> Rollo
                 f"{field}.max_difference_increase",
                 "needs a shadow step: only responses to copies are compared",
             )
+    if config.replays_captures and config.max_difference_increase is None:
+        raise BadField(f"{field}.replays_captures", "needs max_difference_increase, which says for how long")
     check_between(config.difference_tolerance, 0, 1, f"{field}.difference_tolerance")
     check_between(config.max_replica_failures, 0, 1000, f"{field}.max_replica_failures")
     check_between(config.false_abort_probability, 1e-9, 0.5, f"{field}.false_abort_probability")

@@ -17,6 +17,7 @@ import structlog
 
 from serve_common.dispatch.admission import ShadowOutcome
 from serve_common.dispatch.calls import Call, RequestSpec, Response
+from serve_common.dispatch.capture_rules import REPLAY_HEADER
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.errors import ReplicaError
 from serve_common.dispatch.response_comparisons import PendingComparison, ResponseComparisons, read_copy
@@ -90,6 +91,8 @@ class Shadows:
     def _copy_compared(self, spec: RequestSpec, comparisons: ResponseComparisons) -> PendingComparison | None:
         """Send copies to canary and baseline of the same requests, to neither always first."""
         endpoint, rand, pending = spec.endpoint, self._rng(), None
+        if any(name == REPLAY_HEADER for name, _ in spec.headers):
+            rand = 0.0  # it was sent to be compared
         if any(rand < share for tag, share in endpoint.shadows if tag in endpoint.comparisons):
             pending = comparisons.start_request(spec)
         to = list(endpoint.shadows)

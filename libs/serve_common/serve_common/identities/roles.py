@@ -170,12 +170,13 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
     match role:
         case Role.CONTROLLER:
             # Decides: responds to commands, sends hosts their goals, alone writes the bucket and the events and
-            # manages their streams.
+            # manages their streams. Sends captured requests again for rollouts.
             return RoleRights(
                 account=AccountName.CONTROL,
                 permissions=Permissions(
                     publish=(
                         f"{prefix}.host.>",
+                        f"{prefix}.call.>",
                         f"{prefix}.leader",
                         f"{prefix}.event.>",
                         f"{prefix}.log.controller.>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
@@ -15,6 +16,7 @@ from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.reports import RequestCounts
 from serve_common.protocol.snapshots import EndpointSnapshot, ShadowComparison
 from serve_common.protocol.subjects import endpoint_key
+from serve_controller.core.rollouts.evidence import RequestBlock, Side, no_evidence, with_block
 from serve_controller.core.rollouts.judge import (
     Gate,
     GateKind,
@@ -184,3 +186,21 @@ def test_without_a_limit_they_are_counted_and_judge_nothing() -> None:
     world.run_to_step(1)
     counted = world.rollout.counted[CANARY]
     assert 0 < counted.different == counted.compared
+
+
+@pytest.mark.parametrize("margin", [0.001, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("rate", [0.0, 0.005, 0.05, 0.3])
+def test_comparisons_of_the_same_request_are_no_more_evidence_than_independent_ones(
+    margin: float, rate: float
+) -> None:
+    """Both are compared with one response of a caller. If that is what is odd, both differ at once."""
+
+    def evidence(side: Side, canary: int, baseline: int) -> list[float]:
+        block = RequestBlock(1, canary, 1, baseline)
+        return [math.exp(log) for log in with_block(no_evidence(side), side, block, margin)]
+
+    for side, excess in ((Side.WORSE, 0.0), (Side.WORSE, margin), (Side.FINE, margin)):
+        both, only, none = evidence(side, 1, 1), evidence(side, 1, 0), evidence(side, 0, 0)
+        for in_both, in_one, in_none in zip(both, only, none, strict=True):
+            mean = rate * in_both + excess * in_one + (1 - rate - excess) * in_none
+            assert mean <= 1 + 1e-9
