@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from serve_common.config.external_gates import ExternalGate, check_external_gates
 from serve_common.errors import BadField
 from serve_common.values import check_between
 
@@ -61,6 +62,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     than this many times the baseline's."""
     max_replica_failures: int = 2
     """Replicas of the new version that may die or fall ill in the rollout, beyond as many of the baseline."""
+    gates: tuple[ExternalGate, ...] = ()
+    """What else must hold: queries, webhooks and NATS subjects that are asked at each step. At most 10."""
     false_abort_probability: float = 0.005
     """Probability, at most, that a version as good as the old one is aborted by its requests."""
     false_pass_probability: float = 0.05
@@ -114,6 +117,7 @@ def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> Rollo
     check_between(config.max_client_error_increase, 0.0001, 0.5, f"{field}.max_client_error_increase")
     check_between(config.max_latency_ratio, 1.1, 100, f"{field}.max_latency_ratio")
     check_between(config.max_replica_failures, 0, 1000, f"{field}.max_replica_failures")
+    check_external_gates(config.gates, f"{field}.gates")
     check_between(config.false_abort_probability, 1e-9, 0.5, f"{field}.false_abort_probability")
     check_between(config.false_pass_probability, 1e-9, 0.5, f"{field}.false_pass_probability")
     check_between(config.deadline_s, 1, 90 * 86_400, f"{field}.deadline_s")

@@ -27,7 +27,7 @@ from serve_controller.core.commands.changes import Accepted
 from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
 from serve_controller.core.events import audit_event, get_events
 from serve_controller.core.objects import Goal, ObjectChanges
-from serve_controller.core.observed import ObservedState
+from serve_controller.core.observed import GateKey, GateSample, ObservedState
 from serve_controller.core.reconcile import (
     Action,
     PublishSnapshot,
@@ -162,6 +162,11 @@ class Term:
     def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Fold in entries of the bucket, or with ``whole`` its whole content."""
         self._observations.on_bucket_entries(entries, whole=whole)
+        self.on_change()
+
+    def on_gate_sample(self, key: GateKey, sample: GateSample) -> None:
+        """An external gate of a rollout was asked: the next plan goes by what came of it."""
+        self._observations.on_gate_sample(self.checkpoint, key, sample)
         self.on_change()
 
     def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
