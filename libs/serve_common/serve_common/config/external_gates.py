@@ -67,13 +67,14 @@ def check_external_gates(gates: tuple[ExternalGate, ...], field: str) -> None:
         raise BadField(field, f"has {len(gates)} gates; at most {GATES_MAX} are allowed")
     names: set[str] = set()
     for at, gate in enumerate(gates):
-        _check(gate, f"{field}[{at}]")
+        check_external_gate(gate, f"{field}[{at}]")
         if gate.name in names:
             raise BadField(f"{field}[{at}].name", f"{gate.name!r} is there twice")
         names.add(gate.name)
 
 
-def _check(gate: ExternalGate, field: str) -> None:
+def check_external_gate(gate: ExternalGate, field: str) -> None:
+    """Raise `BadField` with the path of the first field that is out of its limits."""
     if _NAME.fullmatch(gate.name) is None:
         raise BadField(
             f"{field}.name", f"{gate.name[:60]!r} must be 1 to 40 lower-case letters, digits, '-' and '_'"

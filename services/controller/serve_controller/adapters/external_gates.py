@@ -27,7 +27,7 @@ from serve_controller.adapters.prometheus_api import (
 from serve_controller.ports import GateSilent
 
 TIMEOUT_S: Final = 8.0
-LOOK_BACK_MAX_S: Final = 300.0
+WINDOW_MAX_S: Final = 300.0
 _OK: Final = 200
 _REASON_LENGTH_MAX: Final = 200
 
@@ -69,17 +69,15 @@ class ExternalGates:
     async def _query(self, gate: ExternalGate, request: GateRequest) -> GateResponse:
         if self._prometheus is None:
             raise GateSilent("this controller has no Prometheus (MUSTER_PROMETHEUS_URL)")
-        look_back_s = min(max(request.lasted_s, gate.every_s), LOOK_BACK_MAX_S)
-        value = await self._number(gate.promql, request.canary, look_back_s)
-        base = await self._number(gate.promql, request.baseline, look_back_s) if gate.has_ratio else None
+        window_s = min(max(request.lasted_s, gate.every_s), WINDOW_MAX_S)
+        value = await self._number(gate.promql, request.canary, window_s)
+        base = await self._number(gate.promql, request.baseline, window_s) if gate.has_ratio else None
         return GateResponse(value=value, baseline_value=base)
 
-    async def _number(self, promql: str, tag: BackendTag, look_back_s: float) -> float:
+    async def _number(self, promql: str, tag: BackendTag, window_s: float) -> float:
         assert self._prometheus is not None
         try:
-            return await self._prometheus.number(
-                with_placeholders(promql, tag, look_back_s), self._clock.now()
-            )
+            return await self._prometheus.number(with_placeholders(promql, tag, window_s), self._clock.now())
         except (PrometheusUnavailable, QueryRefused) as error:
             raise GateSilent(f"{error} (for {tag})") from error
 

@@ -231,13 +231,13 @@ def observe_bucket(observed: ObservedState, bucket: Map[str, int] | None) -> Obs
 
 
 def observe_gates(
-    observed: ObservedState, samples: Mapping[GateKey, GateSample], asked: Collection[GateKey]
+    observed: ObservedState, samples: Mapping[GateKey, GateSample], current: Collection[GateKey]
 ) -> ObservedState:
-    """Fold in new answers, and drop those of gates that are not among ``asked`` any more."""
+    """Fold in new answers, and drop those of gates that are not among ``current``."""
     gates = observed.gates
-    for key in [key for key in gates if key not in asked]:
+    for key in [key for key in gates if key not in current]:
         gates = gates.delete(key)
-    gates = gates.update({key: sample for key, sample in samples.items() if key in asked})
+    gates = gates.update({key: sample for key, sample in samples.items() if key in current})
     return msgspec.structs.replace(observed, gates=gates)
 
 

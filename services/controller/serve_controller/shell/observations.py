@@ -153,8 +153,8 @@ class TermObservations:
     def on_gate_sample(self, checkpoint: Checkpoint, key: GateKey, sample: GateSample) -> None:
         """Fold in what came of asking an external gate; those of rollouts that have ended are forgotten."""
         rollouts = (checkpoint.rollouts[tag] for tag in checkpoint.active_rollouts)
-        asked = {(rollout.goal_id, gate.name) for rollout in rollouts for gate in rollout.config.gates}
-        self.observed = observe_gates(self.observed, {key: sample}, asked)
+        current = {(rollout.goal_id, gate.name) for rollout in rollouts for gate in rollout.config.gates}
+        self.observed = observe_gates(self.observed, {key: sample}, current)
 
     def on_bus_break(self, since: float | None) -> None:
         """The bus became unavailable (None) or available again at ``since``."""
