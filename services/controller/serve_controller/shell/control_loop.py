@@ -49,6 +49,7 @@ from serve_controller.core.scaling import scaling_events
 from serve_controller.ports import ControllerBus, HistoryEntry, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
 from serve_controller.shell.observations import EventLog, TermObservations
+from serve_controller.shell.rollout_traces import trace_rollouts
 
 _log = structlog.get_logger()
 
@@ -320,6 +321,7 @@ class Term:
         )
         self.checkpoint = after
         self._is_checkpoint_certain = True
+        trace_rollouts(before, changes)
         self.notify([*first_events, *get_events(before, after, changes, self._clock.now())])
         goals = [value for value in changes.puts if isinstance(value, Goal)]
         self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
