@@ -9,16 +9,12 @@ from __future__ import annotations
 import hashlib
 from typing import Final, NamedTuple
 
-from opentelemetry.trace import SpanKind
-
 from serve_common.names import BackendTag
-from serve_common.telemetry.request_traces import Tracer, Value, cut, process_tracer
-from serve_common.telemetry.trace_context import TraceParent
+from serve_common.telemetry.request_traces import Tracer, Value, cut, process_tracer, record_past
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ObjectChanges
 from serve_controller.core.rollouts.record import Rollout, RolloutOutcome
 
-_NS: Final = 1_000_000_000
 _ALWAYS_SAMPLED: Final = "0" * 15 + "1"
 """The half of the id that samplers go by: so small that any share of traces has it."""
 
@@ -72,7 +68,12 @@ class _Period(NamedTuple):
 
 def _span(tracer: Tracer, rollout: Rollout, name: str, period: _Period, attributes: dict[str, Value]) -> None:
     attributes |= {"muster.backend_tag": rollout.backend_tag, "muster.goal_id": rollout.goal_id}
-    parent = TraceParent(get_rollout_trace_id(rollout), "", is_sampled=True)
-    start_ns = int(period.start_s * _NS)
-    span = tracer.start(name, SpanKind.INTERNAL, parent, attributes, start_ns=start_ns)
-    tracer.end(span, period.error, ended_ns=max(int(period.end_s * _NS), start_ns))
+    record_past(
+        tracer,
+        name,
+        trace_id=get_rollout_trace_id(rollout),
+        start_s=period.start_s,
+        end_s=period.end_s,
+        attributes=attributes,
+        error=period.error,
+    )
