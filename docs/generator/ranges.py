@@ -90,7 +90,9 @@ def _record() -> dict[tuple[str, str], Range]:
         backend.check_replica_config(_filled(ReplicaConfig), "ReplicaConfig")
         backend.check_endpoint_options(EndpointOptions(relative_slo_ms=1), "EndpointOptions")
         backend.check_http_options(HttpOptions(), "HttpOptions")
-        rollout.check_rollout_config(RolloutConfig(steps=("100%",)), "RolloutConfig")
+        rollout.check_rollout_config(
+            RolloutConfig(steps=("shadow 1%", "100%"), max_difference_increase=0.1), "RolloutConfig"
+        )
         external_gates.check_external_gate(ExternalGate(name="one", responder="one"), "ExternalGate")
         capture.check_capture_config(CaptureConfig(share=1), "CaptureConfig")
     return {key: limits for key, limits in found.items() if key not in SPECIAL}

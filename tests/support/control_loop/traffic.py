@@ -59,6 +59,8 @@ class Traffic:
         """Requests by backend, copies apart."""
         self.failed: Counter[BackendTag] = Counter()
         self.copied: Counter[BackendTag] = Counter()
+        self.differing: dict[BackendTag, float] = {}
+        """By shadow, the share of its responses that differ; empty compares nothing."""
 
     def flow(self, seconds: float) -> None:
         """Requests of so many seconds, all of which end."""
@@ -75,6 +77,14 @@ class Traffic:
             number = self._drawn(count * share)
             self.copied[tag] += number
             self._end(tag, number)
+        if self.differing:
+            self._compare(self._drawn(count * min(content.shadows.values(), default=0.0)))
+
+    def _compare(self, number: int) -> None:
+        for tag, share in self.differing.items():
+            counts = self._loop.get_counter(tag)
+            counts.compared += number
+            counts.different += sum(self._dice.random() < share for _ in range(number))
 
     def _drawn(self, mean: float) -> int:
         """A number of requests about ``mean``; a Poisson number by its normal approximation where it is large."""

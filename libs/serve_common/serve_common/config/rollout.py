@@ -60,6 +60,13 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_latency_ratio: float = 1.5
     """A step passes once median and 99th percentile of the time to the end of a response have been shown to be less
     than this many times the baseline's."""
+    max_difference_increase: float | None = None
+    """In shadow steps, where responses to copies are compared with the one that the caller got: a step passes once the
+    share of different ones has been shown to exceed the baseline's by less than this, and the rollout is aborted once
+    it has been shown to exceed it by more. None: differences are shown, and judge nothing."""
+    difference_tolerance: float = 1e-6
+    """Numbers in JSON are equal when they differ by at most this, absolutely or relative to the larger one; two
+    integers only when they are the same."""
     max_replica_failures: int = 2
     """Replicas of the new version that may die or fall ill in the rollout, beyond as many of the baseline."""
     gates: tuple[ExternalGate, ...] = ()
@@ -112,10 +119,18 @@ def _parse_step(text: str, field: str) -> RolloutStep:
 
 def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> RolloutConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    parse_steps(config.steps, f"{field}.steps")
+    steps = parse_steps(config.steps, f"{field}.steps")
     check_between(config.max_error_increase, 0.0001, 0.5, f"{field}.max_error_increase")
     check_between(config.max_client_error_increase, 0.0001, 0.5, f"{field}.max_client_error_increase")
     check_between(config.max_latency_ratio, 1.1, 100, f"{field}.max_latency_ratio")
+    if config.max_difference_increase is not None:
+        check_between(config.max_difference_increase, 0.0001, 0.5, f"{field}.max_difference_increase")
+        if not steps[0].is_shadow:
+            raise BadField(
+                f"{field}.max_difference_increase",
+                "needs a shadow step: only responses to copies are compared",
+            )
+    check_between(config.difference_tolerance, 0, 1, f"{field}.difference_tolerance")
     check_between(config.max_replica_failures, 0, 1000, f"{field}.max_replica_failures")
     check_external_gates(config.gates, f"{field}.gates")
     check_between(config.false_abort_probability, 1e-9, 0.5, f"{field}.false_abort_probability")

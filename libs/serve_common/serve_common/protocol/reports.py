@@ -26,6 +26,7 @@ MISSING_CODE_MAX = 100
 """Digests of missing code in one report; the others follow."""
 _RESOURCES_MAX = 1_000
 _BUCKETS_MAX = 256
+EXAMPLES_MAX = 5
 JUDGED_MAX = 1_000
 """Backends whose request_counts are in one report."""
 
@@ -164,6 +165,10 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     times: Annotated[dict[Count, Count], Meta(max_length=_BUCKETS_MAX)] = {}
     """Number of requests by the time until the end of their response, or until their client left, in the buckets of
     `routing.request_counts`; without failed ones and WebSockets."""
+    compared: Count = 0
+    """Responses to copies that were compared with what the caller got."""
+    different: Count = 0
+    """Those of them that differ beyond what is known to vary."""
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +200,10 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """True when it drains and takes no new requests; goals no longer wait for it."""
     request_counts: Annotated[dict[BackendTag, RequestCounts], Meta(max_length=JUDGED_MAX)] = {}
     """Counts of the backends whose snapshots name a rollout, since this process knows that."""
+    differences: Annotated[
+        dict[BackendTag, Annotated[list[Label], Meta(max_length=EXAMPLES_MAX)]], Meta(max_length=JUDGED_MAX)
+    ] = {}
+    """By canary, for people: where its responses differ, such as ``$.label: 3 instead of 8``."""
 
 
 class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,17 @@ _REPLICAS_MAX = 100_000
 _BACKENDS_MAX = 10_000
 
 
+class ShadowComparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Two shadows whose responses proxies compare with the caller's, in a shadow step of a rollout."""
+
+    own: BackendTag
+    """The deployment's own backend: only its responses to callers are compared with."""
+    canary: BackendTag
+    baseline: BackendTag
+    tolerance: Amount = 1e-6
+    """By how much numbers in JSON may differ, absolutely or relative to the larger one."""
+
+
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):
     """How requests reach an endpoint and where they go."""
 
@@ -44,6 +55,8 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     """Whether it is the ingress of its application; handles find one without a route by it."""
     capture: CaptureConfig | None = None
     """Which of its requests proxies capture; None captures nothing."""
+    comparisons: Annotated[list[ShadowComparison], Meta(max_length=_BACKENDS_MAX)] = []
+    """Shadows whose responses are compared before they are dropped."""
 
 
 class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -35,13 +35,16 @@ def get_bucket_start_s(bucket: int) -> float:
 class RequestCounter:
     """Running counts of one backend in this process, for one rollout."""
 
-    __slots__ = ("_buckets", "client_errors", "errors", "rollout_id", "successes")
+    __slots__ = ("_buckets", "client_errors", "compared", "different", "errors", "rollout_id", "successes")
 
     def __init__(self, rollout_id: GoalId) -> None:
         self.rollout_id = rollout_id
         self.successes = 0
         self.client_errors = 0
         self.errors = 0
+        self.compared = 0
+        """Responses to copies that were compared; maintained by `dispatch.response_comparisons`."""
+        self.different = 0
         self._buckets: dict[int, int] = {}
 
     def add(self, status: int, seconds: float | None) -> None:
@@ -72,6 +75,8 @@ class RequestCounter:
             client_errors=self.client_errors,
             errors=self.errors,
             times=dict(self._buckets),
+            compared=self.compared,
+            different=self.different,
         )
 
 

@@ -21,6 +21,7 @@ from serve_common.protocol.snapshots import (
     BackendSnapshot,
     EndpointSnapshot,
     HttpSnapshot,
+    ShadowComparison,
     Snapshot,
     SnapshotContent,
 )
@@ -36,7 +37,7 @@ from serve_controller.core.objects import (
     ReplicaState,
     SnapshotRecord,
 )
-from serve_controller.core.rollouts.record import Rollout, rolled_out, split_traffic
+from serve_controller.core.rollouts.record import Rollout, get_comparisons, rolled_out, split_traffic
 from serve_controller.core.transitions import DRAINING, ROUTED
 
 NO_ROLLOUTS: Final[Mapping[BackendTag, Rollout]] = MappingProxyType({})
@@ -134,8 +135,9 @@ def derive_endpoint(
     capture: CaptureConfig | None = None,
 ) -> EndpointSnapshot:
     """The snapshot of an endpoint; ``rollouts`` are those of its backends, ``capture`` says what is captured."""
-    traffic, shadows = endpoint.target.traffic, endpoint.target.shadows
+    traffic, shadows, comparisons = endpoint.target.traffic, endpoint.target.shadows, list[ShadowComparison]()
     if rollouts:
+        comparisons = get_comparisons(traffic, rollouts)
         traffic, shadows = split_traffic(traffic, shadows, rollouts)
     return EndpointSnapshot(
         endpoint_tag=endpoint.endpoint_tag,
@@ -146,6 +148,7 @@ def derive_endpoint(
         options=_OPTIONS if endpoint.target.options == _OPTIONS else endpoint.target.options,
         is_ingress=endpoint.target.is_ingress,
         capture=capture,
+        comparisons=comparisons,
     )
 
 

@@ -193,7 +193,12 @@ def _prepare(draft: Draft, observed: ObservedState, rollout: Rollout, backend: B
         return
     draft.put(
         msgspec.structs.replace(
-            rollout, is_in_force=True, in_force_at=now, approved=False, gates=new_gates(), reason=""
+            rollout,
+            is_in_force=True,
+            in_force_at=now,
+            approved=False,
+            gates=new_gates(rollout.config, rollout.steps[rollout.step]),
+            reason="",
         )
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Final
@@ -13,6 +13,7 @@ from serve_common.config.backend import BackendConfig, ReplicaConfig
 from serve_common.config.rollout import RolloutConfig, RolloutStep, parse_steps
 from serve_common.names import BackendTag, GoalId, ReplicaTag
 from serve_common.protocol.reports import RequestCounts
+from serve_common.protocol.snapshots import ShadowComparison
 from serve_controller.core.rollouts.judge import Gate, new_gates
 
 CANARY_SUFFIX: Final = "--canary"
@@ -178,6 +179,23 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 def baseline_share(step: RolloutStep) -> float:
     """Share of the requests that the baseline gets: as many as the canary, as long as there are as many left."""
     return step.share if step.is_shadow else min(step.share, 1 - step.share)
+
+
+def get_comparisons(
+    traffic: Iterable[BackendTag], rollouts: Mapping[BackendTag, Rollout]
+) -> list[ShadowComparison]:
+    """Which responses to copies proxies compare at an endpoint: those of the shadow steps of its backends' rollouts."""
+    active = [rollouts[tag] for tag in traffic if tag in rollouts]
+    return [
+        ShadowComparison(
+            own=rollout.backend_tag,
+            canary=canary_tag(rollout.backend_tag),
+            baseline=baseline_tag(rollout.backend_tag),
+            tolerance=rollout.config.difference_tolerance,
+        )
+        for rollout in active
+        if rollout.traffic_step is not None and rollout.traffic_step.is_shadow
+    ]
 
 
 def split_traffic(
