@@ -28,6 +28,7 @@ from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.request_traces import open_tracing
 from serve_controller.adapters.captured_requests import NatsCapturedRequests
 from serve_controller.adapters.code_bucket import JetStreamCodeBucket
+from serve_controller.adapters.external_gates import ExternalGates
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
@@ -141,7 +142,11 @@ async def _serve(  # noqa: PLR0915 - it wires everything
     )
     bus = NatsBus(client, subjects, VERSION, refused, metrics.dropped_calls.inc)
     evaluator = NatsReplicaEvaluator(client, subjects, refused)
-    scaling, close_scaling = _open_scaling(settings, evaluator)
+    prometheus = None
+    if settings.prometheus is not None:
+        prometheus = PrometheusApi(settings.prometheus.url, settings.prometheus.token)
+    gates = ExternalGates(client, subjects, prometheus, SystemClock())
+    scaling, close_scaling = _open_scaling(settings, prometheus, evaluator)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:
         boundary = CrashingBoundary(boundary, settings.crash_mode, kill_after(logs.flush))
@@ -154,6 +159,7 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         telemetry=metrics,
         scaling=scaling,
         code=CodeStore(store, JetStreamCodeBucket(client, subjects)),
+        gates=gates,
     )
     background = TaskOwner("controller")
     log_sink = NatsLogSink(logs, subjects, "controller", settings.controller_id)
@@ -174,6 +180,7 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         await close_nats(client)
         await store.close()
         await close_scaling()
+        await gates.close()
         await operations.close()
 
 
@@ -193,12 +200,11 @@ async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -
 
 
 def _open_scaling(
-    settings: ControllerSettings, replicas: NatsReplicaEvaluator
+    settings: ControllerSettings, api: PrometheusApi | None, replicas: NatsReplicaEvaluator
 ) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:
     """Build what autoscaling needs from outside; returns it with the function that closes it."""
     prometheus = None
-    if settings.prometheus is not None:
-        api = PrometheusApi(settings.prometheus.url, settings.prometheus.token)
+    if settings.prometheus is not None and api is not None:
         prometheus = PrometheusSource(api, settings.prometheus.selector)
     scrape = LoadScrape(time.monotonic)
     loads = LoadSources(prometheus, scrape)

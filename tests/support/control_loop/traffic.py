@@ -10,7 +10,6 @@ from collections.abc import Callable
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.protocol.subjects import endpoint_key
-from serve_common.routing.request_counts import RequestCounter
 from tests.support.control_loop.closed_loop import Loop
 
 Behaviour = Callable[[random.Random], tuple[int, float]]
@@ -83,7 +82,7 @@ class Traffic:
 
     def _compare(self, number: int) -> None:
         for tag, share in self.differing.items():
-            counts = self._loop.request_counts.setdefault(tag, RequestCounter())
+            counts = self._loop.get_counter(tag)
             counts.compared += number
             counts.different += sum(self._dice.random() < share for _ in range(number))
 
@@ -98,7 +97,7 @@ class Traffic:
         return number
 
     def _end(self, tag: BackendTag, number: int) -> int:
-        counts = self._loop.request_counts.setdefault(tag, RequestCounter())
+        counts = self._loop.get_counter(tag)
         behave = self._new if self._runs_new(tag) else self._old
         failed = 0
         for _ in range(number):

@@ -11,11 +11,14 @@ class GateView(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of a rollout's present step have shown about one thing."""
 
     kind: str
-    """``errors``, ``client_errors``, ``latency_p50``, ``latency_p99`` or ``differences``."""
+    """``errors``, ``client_errors``, ``latency_p50``, ``latency_p99``, ``differences``, or the name of an
+    external gate."""
     status: str
     """``passed``, ``failed`` or ``unknown``."""
     text: str
     """The figures, for people."""
+    is_external: bool = False
+    """Whether something outside is asked, and no requests are compared."""
     canary_requests: int
     """Requests of the new version that were compared."""
     requests_needed: int | None

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from serve_common.config.external_gates import ExternalGate, check_external_gates
 from serve_common.errors import BadField
 from serve_common.values import check_between
 
@@ -73,6 +74,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether captured requests of other methods are sent again too: they then run once more in the old version."""
     max_replica_failures: int = 2
     """Replicas of the new version that may die or fall ill in the rollout, beyond as many of the baseline."""
+    gates: tuple[ExternalGate, ...] = ()
+    """What else must hold: queries, webhooks and NATS subjects that are asked at each step. At most 10."""
     false_abort_probability: float = 0.005
     """Probability, at most, that a version as good as the old one is aborted by its requests."""
     false_pass_probability: float = 0.05
@@ -136,6 +139,7 @@ def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> Rollo
         raise BadField(f"{field}.replays_captures", "needs max_difference_increase, which says for how long")
     check_between(config.difference_tolerance, 0, 1, f"{field}.difference_tolerance")
     check_between(config.max_replica_failures, 0, 1000, f"{field}.max_replica_failures")
+    check_external_gates(config.gates, f"{field}.gates")
     check_between(config.false_abort_probability, 1e-9, 0.5, f"{field}.false_abort_probability")
     check_between(config.false_pass_probability, 1e-9, 0.5, f"{field}.false_pass_probability")
     check_between(config.deadline_s, 1, 90 * 86_400, f"{field}.deadline_s")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from serve_common.config.backend import LoggingConfig, ReplicaConfig
-from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.subjects import UNREADABLE, Address, Amount, Count, Label, Moment, Seconds, Text
 
 REPLICAS_MAX = 50_000
@@ -154,6 +154,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What became of the requests of one backend so far, as one router counted them."""
 
+    rollout_id: Annotated[GoalId, Meta(max_length=64)] = GoalId("")
+    """Goal of the rollout that they were counted for: the next one's canary and baseline have the same tags."""
     successes: Count = 0
     """Responses with a status below 400."""
     client_errors: Count = 0
@@ -197,7 +199,7 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool = False
     """True when it drains and takes no new requests; goals no longer wait for it."""
     request_counts: Annotated[dict[BackendTag, RequestCounts], Meta(max_length=JUDGED_MAX)] = {}
-    """Counts of the backends whose snapshots say that they are judged, since this process knows them."""
+    """Counts of the backends whose snapshots name a rollout, since this process knows that."""
     differences: Annotated[
         dict[BackendTag, Annotated[list[Label], Meta(max_length=EXAMPLES_MAX)]], Meta(max_length=JUDGED_MAX)
     ] = {}

@@ -21,7 +21,7 @@ from serve_common.config.backend import (
     ReplicaPolicyName,
 )
 from serve_common.config.capture import CaptureConfig
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.names import BackendTag, EndpointTag, GoalId, ReplicaTag
 from serve_common.protocol.subjects import Amount, Count
 
 _REPLICAS_MAX = 100_000
@@ -86,10 +86,15 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     """It was scaled to zero: a router with waiting requests should send a `Wake`."""
     is_stopped: bool = False
     """It has no replicas and will get none before a user's change: requests are refused at once."""
-    is_judged: bool = False
-    """It takes part in a rollout: proxies report what becomes of its requests."""
+    rollout_id: Annotated[GoalId, Meta(max_length=64)] = GoalId("")
+    """Goal of the rollout that it takes part in: proxies report what becomes of its requests. Empty: in none."""
     code_versions: dict[ReplicaTag, Count] = {}
     """Code version of each replica while more than one runs; empty when all run the same one."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it takes part in a rollout."""
+        return bool(self.rollout_id)
 
 
 class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http", omit_defaults=True):

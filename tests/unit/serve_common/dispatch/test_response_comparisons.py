@@ -11,7 +11,7 @@ import pytest
 from serve_common.dispatch import response_comparisons
 from serve_common.dispatch.response_comparisons import ResponseComparisons
 from serve_common.dispatch.shadows import Shadows
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.names import BackendTag, EndpointTag, GoalId, ReplicaTag
 from serve_common.protocol.frames import BodyHead, CancelHead, ErrorHead, RequestHead, ResponseHead
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, ShadowComparison
 from serve_common.protocol.subjects import backend_key
@@ -19,6 +19,7 @@ from serve_common.replay.varying_paths import WARM_UP
 from tests.support.proxy_world import BACKEND, R0, World, emptied
 
 CANARY, BASELINE = BackendTag("d/a--canary"), BackendTag("d/a--baseline")
+ROLLOUT, NONE = GoalId("g1"), GoalId("")
 OK = ResponseHead(200, [(b"content-type", b"application/json")], True, 0)
 
 
@@ -46,7 +47,7 @@ class ComparingWorld(World):
             comparisons=[rule] if is_compared else [],
         )
 
-    def put_judged(self, tag: BackendTag, *, is_judged: bool = True) -> None:
+    def put_judged(self, tag: BackendTag, *, rollout_id: GoalId = ROLLOUT) -> None:
         replica = R0 if tag == BACKEND else ReplicaTag(f"{tag}#0")
         content = BackendSnapshot(
             backend_tag=tag,
@@ -54,7 +55,7 @@ class ComparingWorld(World):
             draining=[],
             max_concurrent_queries=1000,
             max_queued_requests=1000,
-            is_judged=is_judged,
+            rollout_id=rollout_id,
         )
         self._publish(backend_key(tag), content)
 
@@ -232,7 +233,7 @@ async def test_only_so_many_are_compared_in_a_second(world: ComparingWorld) -> N
 
 
 async def test_another_rollout_learns_anew_and_without_one_nothing_is_compared(world: ComparingWorld) -> None:
-    world.put_judged(CANARY, is_judged=False)
+    world.put_judged(CANARY, rollout_id=NONE)
     await world.compare(canary=2)
     assert CANARY not in world.routes.request_counts()
     assert world.shadows.get_differences() == {}

@@ -18,8 +18,8 @@ from serve_controller.core.rollouts.replays import get_replays, is_needed
 from serve_controller.ports import CapturedRequest
 from serve_controller.shell import capture_replays
 from serve_controller.shell.capture_replays import CaptureReplays
+from tests.support.control_loop.rollout_world import BASELINE, CANARY, TAG, RolloutWorld
 from tests.support.control_loop.traffic import model
-from tests.unit.serve_controller.core.rollouts.test_advance import BASELINE, CANARY, TAG, World
 
 STEPS = ("shadow 10%", "50%", "100%")
 
@@ -58,8 +58,8 @@ class FakeCaptures:
 
 
 @pytest.fixture
-def world() -> World:
-    world = World(model(), rate=0.0)
+def world() -> RolloutWorld:
+    world = RolloutWorld(model(), rate=0.0)
     world.start(steps=STEPS, max_difference_increase=0.02, replays_captures=True)
     world.run_to_step(0)
     return world
@@ -79,7 +79,7 @@ async def replayed(captures: FakeCaptures, checkpoint: Checkpoint | None, second
             await replays.run()
 
 
-async def test_each_old_request_is_sent_once_and_only_safe_ones(world: World) -> None:
+async def test_each_old_request_is_sent_once_and_only_safe_ones(world: RolloutWorld) -> None:
     step_at = world.rollout.in_force_at
     old = [pair(step_at - 9), pair(step_at - 8, "POST"), None, pair(step_at - 7)]
     captures = FakeCaptures(*old, pair(step_at + 1), pair(step_at + 2))
@@ -87,7 +87,9 @@ async def test_each_old_request_is_sent_once_and_only_safe_ones(world: World) ->
     assert captures.sent == [old[0], old[3]]
 
 
-async def test_a_request_that_cannot_be_sent_is_left_out_and_the_next_one_is_sent(world: World) -> None:
+async def test_a_request_that_cannot_be_sent_is_left_out_and_the_next_one_is_sent(
+    world: RolloutWorld,
+) -> None:
     old = [pair(1.0), pair(2.0)]
     captures = FakeCaptures(*old)
     captures.failures = 1
@@ -95,7 +97,7 @@ async def test_a_request_that_cannot_be_sent_is_left_out_and_the_next_one_is_sen
     assert captures.sent == [old[1]]
 
 
-async def test_nothing_is_sent_by_a_standby_or_while_it_is_paused(world: World) -> None:
+async def test_nothing_is_sent_by_a_standby_or_while_it_is_paused(world: RolloutWorld) -> None:
     captures = FakeCaptures(pair(1.0))
     await replayed(captures, None)
     world.do(RolloutAction.PAUSE)
@@ -103,7 +105,7 @@ async def test_nothing_is_sent_by_a_standby_or_while_it_is_paused(world: World) 
     assert captures.sent == []
 
 
-def test_a_step_needs_them_until_differences_are_decided(world: World) -> None:
+def test_a_step_needs_them_until_differences_are_decided(world: RolloutWorld) -> None:
     [rule] = get_replays(world.loop.checkpoint)
     assert is_needed(world.loop.checkpoint, rule)
     world.traffic.differing = {CANARY: 0.0, BASELINE: 0.0}
@@ -118,12 +120,12 @@ def test_a_step_needs_them_until_differences_are_decided(world: World) -> None:
 
 
 def test_methods_that_change_something_need_a_word_of_their_own() -> None:
-    world = World(model(), rate=0.0)
+    world = RolloutWorld(model(), rate=0.0)
     world.start(steps=STEPS, max_difference_increase=0.02, replays_captures=True, replays_all_methods=True)
     world.run_to_step(0)
     [rule] = get_replays(world.loop.checkpoint)
     assert rule.is_unsafe
-    plain = World(model(), rate=0.0)
+    plain = RolloutWorld(model(), rate=0.0)
     plain.start(steps=STEPS, max_difference_increase=0.02)
     plain.run_to_step(0)
     assert get_replays(plain.loop.checkpoint) == []

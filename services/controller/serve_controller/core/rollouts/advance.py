@@ -26,6 +26,7 @@ from serve_controller.core.goals import (
 from serve_controller.core.objects import Backend, ObjectKind, ReplicaState
 from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
 from serve_controller.core.rollouts.closing import abort, close_rollout
+from serve_controller.core.rollouts.external import external_results
 from serve_controller.core.rollouts.judge import (
     Gate,
     GateStatus,
@@ -283,16 +284,12 @@ def _judged(
     step = rollout.step if rollout.is_in_force else rollout.step - 1
     alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, step)
     found = results(rollout.gates, rollout.config, alpha)
-    status = get_status(found)
-    texts = [
-        f"{result.kind.value}: {result.text}"
-        for result in found
-        if result.status is not GateStatus.PASSED
-        and (status is GateStatus.UNKNOWN or result.status is status)
-    ]
-    if status is GateStatus.PASSED:
-        texts = [f"{result.kind.value}: {result.text}" for result in found]
-    return rollout, status, "; ".join(texts)
+    lines = [(result.status, f"{result.kind.value}: {result.text}") for result in found]
+    external = external_results(rollout, observed, now)
+    lines += [(result.status, f"{result.name}: {result.text}") for result in external]
+    status = get_status({of for of, _ in lines})
+    # Those that decide: the failed ones, those that are waited for, or all that passed.
+    return rollout, status, "; ".join(text for of, text in lines if of is status)
 
 
 def _judge_counts(
@@ -323,12 +320,18 @@ def _counts(
     if silent:
         return f"waits for the counts of the proxy {silent[0]}", {}, ()
     tag = rollout.backend_tag
-    reports = [proxy.report for proxy in observed.proxies.values()]
-    counted = {
-        one: total([report.request_counts[one] for report in reports if one in report.request_counts])
-        for one in (tag, canary_tag(tag), baseline_tag(tag))
-    }
-    return "", counted, tuple(sorted(holder_digest(report) for report in reports if report.request_counts))
+    parts: dict[BackendTag, list[RequestCounts]] = {tag: [], canary_tag(tag): [], baseline_tag(tag): []}
+    counted_by = []
+    for proxy in observed.proxies.values():
+        known = proxy.report.request_counts
+        own = [
+            (one, known[one]) for one in parts if one in known and known[one].rollout_id == rollout.goal_id
+        ]
+        for one, counts in own:
+            parts[one].append(counts)
+        if own:
+            counted_by.append(holder_digest(proxy.report))
+    return "", {one: total(some) for one, some in parts.items()}, tuple(sorted(counted_by))
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

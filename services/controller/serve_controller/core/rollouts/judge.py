@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from enum import Enum
 from typing import Final
 
@@ -376,9 +377,8 @@ def _seconds(bucket: int) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def get_status(gate_results: tuple[GateResult, ...]) -> GateStatus:
+def get_status(statuses: AbstractSet[GateStatus]) -> GateStatus:
     """What all gates come to: one that failed fails the step, and only if all passed it passes."""
-    statuses = {result.status for result in gate_results}
     if GateStatus.FAILED in statuses:
         return GateStatus.FAILED
     return GateStatus.PASSED if statuses == {GateStatus.PASSED} else GateStatus.UNKNOWN

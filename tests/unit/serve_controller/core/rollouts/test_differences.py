@@ -31,8 +31,8 @@ from serve_controller.core.rollouts.judge import (
 )
 from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
 from serve_controller.core.views.rollouts import view_rollouts
+from tests.support.control_loop.rollout_world import BASELINE, CANARY, TAG, RolloutWorld
 from tests.support.control_loop.traffic import model
-from tests.unit.serve_controller.core.rollouts.test_advance import BASELINE, CANARY, TAG, World
 
 CONFIG = RolloutConfig(steps=("shadow 50%", "50%", "100%"), max_difference_increase=0.02)
 SHADOW, SPLIT, _ = parse_steps(CONFIG.steps)
@@ -125,7 +125,7 @@ def test_a_limit_that_judges_nothing_is_refused(config: RolloutConfig, field: st
     ("share", "outcome"), [(0.2, RolloutOutcome.ABORTED), (0.0, RolloutOutcome.PROMOTED)]
 )
 def test_a_rollout_goes_by_it(share: float, outcome: RolloutOutcome) -> None:
-    world = World(model())
+    world = RolloutWorld(model())
     world.traffic.differing = {CANARY: share, BASELINE: 0.0}
     world.start(steps=CONFIG.steps, max_difference_increase=0.02)
     world.run(600, until=RolloutState.ENDED)
@@ -138,7 +138,7 @@ def test_a_rollout_goes_by_it(share: float, outcome: RolloutOutcome) -> None:
 
 
 def test_proxies_compare_in_shadow_steps_only() -> None:
-    world = World(model(), rate=100.0)
+    world = RolloutWorld(model(), rate=100.0)
     world.start(steps=CONFIG.steps, difference_tolerance=0.5)
     world.run_to_step(0)
     rule = ShadowComparison(own=BackendTag(TAG), canary=CANARY, baseline=BASELINE, tolerance=0.5)
@@ -148,18 +148,18 @@ def test_proxies_compare_in_shadow_steps_only() -> None:
     assert endpoint(world).comparisons == []
 
 
-def endpoint(world: World) -> EndpointSnapshot:
+def endpoint(world: RolloutWorld) -> EndpointSnapshot:
     content = world.loop.bucket[endpoint_key(EndpointTag(TAG))].content
     assert isinstance(content, EndpointSnapshot)
     return content
 
 
 def test_people_see_what_differs() -> None:
-    world = World(model())
+    world = RolloutWorld(model())
     world.start(steps=CONFIG.steps)
     world.run_to_step(0)
     query = GetRollouts(name="a")
-    [view] = view_rollouts(world.loop.checkpoint, query, world.loop.observed)
+    [view] = view_rollouts(world.loop.checkpoint, world.loop.observed, world.loop.now, query)
     assert view.differences is None
     world.traffic.differing = {CANARY: 0.5, BASELINE: 0.1}
     world.run(5)
@@ -173,14 +173,14 @@ def test_people_see_what_differs() -> None:
             for tag, proxy in world.loop.observed.proxies.items()
         },
     )
-    [view] = view_rollouts(world.loop.checkpoint, query, observed)
+    [view] = view_rollouts(world.loop.checkpoint, observed, world.loop.now, query)
     assert view.differences is not None
     assert 0 < view.differences.baseline_different < view.differences.different < view.differences.compared
     assert view.differences.examples == [text]
 
 
 def test_without_a_limit_they_are_counted_and_judge_nothing() -> None:
-    world = World(model())
+    world = RolloutWorld(model())
     world.traffic.differing = {CANARY: 1.0, BASELINE: 0.0}
     world.start(steps=CONFIG.steps)
     world.run_to_step(1)
