@@ -10,9 +10,11 @@ import msgspec
 
 from serve_common.config.external_gates import ExternalGate, check_external_gates
 from serve_common.errors import BadField
+from serve_common.replay.differences import check_ignored_path
 from serve_common.values import check_between
 
 STEPS_MAX: Final = 20
+IGNORED_PATHS_MAX: Final = 50
 DEFAULT_STEPS: Final = ("5% 30s", "25% 30s", "50% 30s", "100%")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _STEP: Final = re.compile(
@@ -64,6 +66,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """In shadow steps, where responses to copies are compared with the one that the caller got: a step passes once the
     share of different ones has been shown to exceed the baseline's by less than this, and the rollout is aborted once
     it has been shown to exceed it by more. None: differences are shown, and judge nothing."""
+    ignored_paths: tuple[str, ...] = ()
+    """What is not compared: JSON paths, such as ``$.confidence``, with all below them, or ``status``, ``content-type``
+    or ``body``. At most 50."""
     difference_tolerance: float = 1e-6
     """Numbers in JSON are equal when they differ by at most this, absolutely or relative to the larger one; two
     integers only when they are the same."""
@@ -137,6 +142,12 @@ def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> Rollo
             )
     if config.replays_captures and config.max_difference_increase is None:
         raise BadField(f"{field}.replays_captures", "needs max_difference_increase, which says for how long")
+    if len(config.ignored_paths) > IGNORED_PATHS_MAX:
+        raise BadField(
+            f"{field}.ignored_paths", f"has {len(config.ignored_paths)} paths; at most {IGNORED_PATHS_MAX}"
+        )
+    for at, path in enumerate(config.ignored_paths):
+        check_ignored_path(path, f"{field}.ignored_paths[{at}]")
     check_between(config.difference_tolerance, 0, 1, f"{field}.difference_tolerance")
     check_between(config.max_replica_failures, 0, 1000, f"{field}.max_replica_failures")
     check_external_gates(config.gates, f"{field}.gates")

@@ -107,13 +107,13 @@ class PendingComparison:
 class _RolloutState:
     """What was learned in one rollout."""
 
-    __slots__ = ("counter", "examples", "paths", "tolerance")
+    __slots__ = ("counter", "examples", "paths", "rule")
 
-    def __init__(self, counter: RequestCounter, tolerance: float) -> None:
+    def __init__(self, counter: RequestCounter, rule: ShadowComparison) -> None:
         self.counter = counter
         """The canary's: another one is another rollout."""
-        self.tolerance = tolerance
-        self.paths = VaryingPaths(tolerance)
+        self.rule = rule
+        self.paths = VaryingPaths(rule.tolerance, rule.ignored_paths)
         """A thread may be using it."""
         self.examples: list[str] = []
 
@@ -242,13 +242,13 @@ class ResponseComparisons:
 
     def _get_state(self, rule: ShadowComparison, counter: RequestCounter) -> _RolloutState:
         state = self._states.get(rule.canary)
-        if state is None or state.counter is not counter or state.tolerance != rule.tolerance:
+        if state is None or state.counter is not counter or state.rule != rule:
             self._states = {
                 tag: former
                 for tag, former in self._states.items()
                 if former.counter is self.get_counter(tag) and tag != rule.canary
             }
-            state = self._states[rule.canary] = _RolloutState(counter, rule.tolerance)
+            state = self._states[rule.canary] = _RolloutState(counter, rule)
         return state
 
 

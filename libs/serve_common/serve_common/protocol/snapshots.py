@@ -22,10 +22,11 @@ from serve_common.config.backend import (
 )
 from serve_common.config.capture import CaptureConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, ReplicaTag
-from serve_common.protocol.subjects import Amount, Count
+from serve_common.protocol.subjects import Amount, Count, Label
 
 _REPLICAS_MAX = 100_000
 _BACKENDS_MAX = 10_000
+_IGNORED_PATHS_MAX = 1_000
 
 
 class ShadowComparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,6 +38,8 @@ class ShadowComparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     baseline: BackendTag
     tolerance: Amount = 1e-6
     """By how much numbers in JSON may differ, absolutely or relative to the larger one."""
+    ignored_paths: Annotated[list[Label], Meta(max_length=_IGNORED_PATHS_MAX)] = []
+    """What is not compared, as in `RolloutConfig`."""
 
 
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):

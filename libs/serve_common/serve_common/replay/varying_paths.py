@@ -9,6 +9,7 @@ probabilities of the rollout's gate rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, final
 
 import msgspec
@@ -50,9 +51,9 @@ class ComparedResponses(msgspec.Struct, frozen=True):
 class VaryingPaths:
     """Compares the responses of a canary and its baseline with those that callers got, and learns what varies."""
 
-    def __init__(self, tolerance: float) -> None:
-        """``tolerance`` as of `ResponseComparator`."""
-        self._comparator = ResponseComparator(tolerance)
+    def __init__(self, tolerance: float, ignored: Iterable[str] = ()) -> None:
+        """Arguments and errors as of `ResponseComparator`."""
+        self._comparator = ResponseComparator(tolerance, ignored)
         self._comparisons = 0
         self._differing: dict[DifferenceKey, int] = {}
         self._examples: dict[DifferenceKey, str] = {}

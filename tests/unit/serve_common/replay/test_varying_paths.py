@@ -118,3 +118,13 @@ def test_memory_has_limits() -> None:
         assert len(text.encode()) <= 600
         assert len(text) <= 256
         assert text.isprintable()
+
+
+def test_what_is_ignored_counts_for_neither() -> None:
+    paths = VaryingPaths(TOLERANCE, ["$.confidence", "status"])
+    for _ in range(WARM_UP):
+        paths.compare(response(digit=8, confidence=0.5), response(digit=8, confidence=0.4), response(digit=8))
+    old, new = response(digit=8, confidence=0.5), response(503, digit=8, confidence=0.9)
+    assert paths.compare(old, new, old) == SAME
+    assert paths.compare(old, response(digit=3, confidence=0.9), old) == NEW
+    assert paths.examples() == ["$.digit: 3 instead of 8"]

@@ -192,6 +192,7 @@ def get_comparisons(
             canary=canary_tag(rollout.backend_tag),
             baseline=baseline_tag(rollout.backend_tag),
             tolerance=rollout.config.difference_tolerance,
+            ignored_paths=list(rollout.config.ignored_paths),
         )
         for rollout in active
         if rollout.traffic_step is not None and rollout.traffic_step.is_shadow

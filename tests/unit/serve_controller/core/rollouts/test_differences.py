@@ -112,6 +112,8 @@ def test_counts_are_summed_and_subtracted_like_the_others() -> None:
         (RolloutConfig(steps=CONFIG.steps, max_difference_increase=0.0), "max_difference_increase"),
         (RolloutConfig(steps=CONFIG.steps, max_difference_increase=0.6), "max_difference_increase"),
         (RolloutConfig(max_difference_increase=0.02), "shadow step"),
+        (RolloutConfig(ignored_paths=("$.a", "confidence")), r"rollout\.ignored_paths\[1\]"),
+        (RolloutConfig(ignored_paths=("$.a",) * 51), r"rollout\.ignored_paths: has 51"),
         (RolloutConfig(difference_tolerance=-1.0), "difference_tolerance"),
     ],
 )
