@@ -6,6 +6,9 @@ take either way, and receivers order them (`serve_common.protocol.streams`), so 
 On the wire a frame is ``size (4 bytes, big endian) + token (8 bytes) + frame``. The token is the last one of the
 request's reply subject, as raw bytes; the rest of that subject is the router's inbox, which both ends know. A
 router first sends its ticket, and uses the link once the replica has accepted that.
+
+A replica that leaves says so on each link. Its router says the same after all that it has sent, and takes the bus from
+then on. So the replica ends the link once it has read and answered everything.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ from serve_common.protocol.frames import (
 LARGE_BYTES_MIN: Final = 64 * 1024
 """Bodies of this size and more are worth a link."""
 TOKEN_BYTES: Final = 8
-ACCEPTED_TOKEN: Final = bytes(TOKEN_BYTES)
-"""Token of the empty frame by which a replica says that it has accepted the ticket: the first of each link."""
+CONTROL_TOKEN: Final = bytes(TOKEN_BYTES)
+"""Token of frames about the link itself. An empty one is a replica's first: it has accepted the ticket."""
+LEAVE: Final = b"leave"
+"""Frame with `CONTROL_TOKEN`, by which a replica asks its router to leave the link, and a router says that it has."""
 FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
@@ -106,6 +111,8 @@ class DirectLink(asyncio.BufferedProtocol):
         """When anything last came; initially, when it was made."""
         self.inbox = b""
         """At a replica: the inbox of the router at the other end, with its last dot; empty when the link has ended."""
+        self.has_parted = False
+        """True once both ends have left: the router sends nothing more over the link."""
         self.sent_frames = 0
         self.received_frames = 0
         self._loop = loop
@@ -157,6 +164,12 @@ class DirectLink(asyncio.BufferedProtocol):
     def pending_bytes(self) -> int:
         """Bytes of frames that the transport was not given yet; on any thread."""
         return self._added_bytes - self._written_bytes
+
+    @property
+    def is_written(self) -> bool:
+        """True when nothing waits to be written, as far as is known; on the loop's thread."""
+        transport = self._transport
+        return not self.pending_bytes and (transport is None or not transport.get_write_buffer_size())
 
     # -- what asyncio calls --
 
@@ -323,6 +336,19 @@ class DirectLink(asyncio.BufferedProtocol):
             return self._add((token, (b"".join((start, body)),), size + _PREFIX_BYTES), is_alone=is_alone)
         return self._add((token, (start, body), size + _PREFIX_BYTES), is_alone=is_alone)
 
+    def leave(self) -> None:
+        """At a replica: ask the router to leave the link."""
+        on_frame = self._on_frame
+
+        def take(link: DirectLink, token: bytes, frame: Bytes) -> None:
+            if token != CONTROL_TOKEN:
+                on_frame(link, token, frame)
+            elif frame == LEAVE:
+                self.has_parted = True
+
+        self._on_frame = take
+        self.send_frame(CONTROL_TOKEN, LEAVE)
+
     def close(self) -> None:
         """End the link at once; what was not written is lost. May be called twice; on the loop's thread only."""
         if self._is_ended:
@@ -455,9 +481,9 @@ class DirectLink(asyncio.BufferedProtocol):
         queue = self._waiting.get(token)
         if queue is not None:
             queue.append(item)  # a request's frames stay in order
-        elif size <= _SMALL_BYTES_MAX:
+        elif size <= _SMALL_BYTES_MAX and token != CONTROL_TOKEN:
             self._urgent.append(item)
-        else:
+        else:  # the end of the link is behind the first frames of all requests
             self._waiting[token] = deque((item,))
 
     def _write_waiting(self) -> None:
