@@ -350,7 +350,6 @@ class ResponseReader:
         self._choose_response_link(call, is_direct=is_direct)
         self._prove_alive(call)
         if status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET:
-            attempt = call.attempt
             socket = call.response_reader = ReplicaSocket(
                 partial(self._send_frame, call),
                 partial(self._outgoing.grant_credit, call),
