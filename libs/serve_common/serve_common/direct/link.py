@@ -6,9 +6,8 @@ take either way, and receivers order them (`serve_common.protocol.streams`), so 
 On the wire a frame is ``size (4 bytes, big endian) + token (8 bytes) + frame``. The token is the last one of the
 request's reply subject, as raw bytes; the rest of that subject is the router's inbox, which both ends know. A
 router first sends its ticket, and uses the link once the replica has accepted that.
-
-A replica that leaves says so on each link. Its router says the same after all that it has sent, and takes the bus from
-then on. So the replica ends the link once it has read and answered everything.
+A replica that leaves says so. Its router says the same after all that it has sent, and takes the bus from then on; so
+the replica ends the link once it has read and answered everything.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ LARGE_BYTES_MIN: Final = 64 * 1024
 """Bodies of this size and more are worth a link."""
 TOKEN_BYTES: Final = 8
 CONTROL_TOKEN: Final = bytes(TOKEN_BYTES)
-"""Token of frames about the link itself. An empty one is a replica's first: it has accepted the ticket."""
+"""Token of frames about the link itself. A replica's first frame is an empty one: it has accepted the ticket."""
 LEAVE: Final = b"leave"
-"""Frame with `CONTROL_TOKEN`, by which a replica asks its router to leave the link, and a router says that it has."""
+"""Frame with `CONTROL_TOKEN`: a replica asks its router to leave the link, and the router says that it has."""
 FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
@@ -167,9 +166,8 @@ class DirectLink(asyncio.BufferedProtocol):
 
     @property
     def is_written(self) -> bool:
-        """True when nothing waits to be written, as far as is known; on the loop's thread."""
-        transport = self._transport
-        return not self.pending_bytes and (transport is None or not transport.get_write_buffer_size())
+        """True when nothing waits to be written; on the loop's thread."""
+        return not (self.pending_bytes or (self._transport and self._transport.get_write_buffer_size()))
 
     # -- what asyncio calls --
 
@@ -338,13 +336,12 @@ class DirectLink(asyncio.BufferedProtocol):
 
     def leave(self) -> None:
         """At a replica: ask the router to leave the link."""
-        on_frame = self._on_frame
 
-        def take(link: DirectLink, token: bytes, frame: Bytes) -> None:
+        def take(link: DirectLink, token: bytes, frame: Bytes, on_frame: OnFrame = self._on_frame) -> None:
             if token != CONTROL_TOKEN:
                 on_frame(link, token, frame)
-            elif frame == LEAVE:
-                self.has_parted = True
+            else:
+                self.has_parted = frame == LEAVE
 
         self._on_frame = take
         self.send_frame(CONTROL_TOKEN, LEAVE)
