@@ -22,7 +22,7 @@ from tests.support.stacks.loaded_stack import LoadedStack
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 
-RATE = 150.0
+RATE = 80.0
 DECIDED_WITHIN_S = 150.0
 NAME = "labels"
 
@@ -80,8 +80,14 @@ async def rolled_out(
     stack: LoadedStack, *, wrong: float, steps: tuple[str, ...] = ("shadow 100%", "100%"), **fields: bool
 ) -> GoalView:
     """The end of a rollout of a version of which this share of the answers is wrong."""
-    # Times on a busy machine vary widely, and a wider limit is shown to hold sooner.
-    config = RolloutConfig(steps=steps, max_difference_increase=0.01, max_latency_ratio=3.0, **fields)
+    # Times on a busy machine vary widely, and from host to host: wide limits, and strong evidence only.
+    config = RolloutConfig(
+        steps=steps,
+        max_difference_increase=0.01,
+        max_latency_ratio=3.0,
+        false_abort_probability=1e-5,
+        **fields,
+    )
     reply = await stack.admin.call(
         StartRollout(
             name=NAME,
@@ -125,7 +131,7 @@ async def test_captured_requests_decide_where_none_come_by_themselves(stack: Loa
     await deployed(stack)
     await stack.done(await stack.admin.call(SetCapture(endpoint=NAME, share=1.0)))
     async with under_load(stack) as seen:
-        await asyncio.sleep(3)
+        await asyncio.sleep(5)
     assert seen[True] > 200
     goal = await rolled_out(stack, wrong=0.3, steps=("shadow 10%", "100%"), replays_captures=True)
     [view] = await stack.admin.call(GetRollouts(name=NAME))

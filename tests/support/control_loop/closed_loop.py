@@ -64,6 +64,7 @@ class Loop:
         """Of these, proxies say that they cannot be imported."""
         self.bucket: dict[str, Snapshot] = {}
         self.request_counts: dict[BackendTag, RequestCounter] = {}
+        self.differences: dict[BackendTag, list[str]] = {}
         """What the first proxy counts of backends that are judged."""
         self.sequence = 0
         self.is_checked = is_checked
@@ -144,6 +145,7 @@ class Loop:
                 http_error="" if refused is None else "cannot be imported",
                 http_error_snapshot_id=0 if refused is None else refused,
                 request_counts=self._request_counts() if proxy_id == next(iter(self.proxies)) else {},
+                differences=self.differences,
             )
             self.on_report(report)
 

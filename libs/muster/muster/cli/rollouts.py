@@ -205,7 +205,9 @@ def _line(view: RolloutView) -> str:
         for gate in view.gates
     )
     at = f"step {view.step + 1}/{len(view.steps)} {view.steps[view.step]}"
-    return f"{short_name(view.backend_tag)} {state}, {at}: {view.reason or gates}"
+    found = view.differences.examples if view.differences and view.outcome == "aborted" else []
+    examples = f" ({'; '.join(found)})" if found else ""
+    return f"{short_name(view.backend_tag)} {state}, {at}: {view.reason or gates}{examples}"
 
 
 def _drawn(view: RolloutView) -> Group:

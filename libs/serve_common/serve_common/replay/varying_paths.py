@@ -25,11 +25,11 @@ from serve_common.replay.differences import (
 
 WARM_UP: Final = 20
 """Comparisons that only teach."""
-VARYING_SHARE: Final = 0.01
+VARYING_SHARE: Final = 0.05
 """A path varies if the baseline differed there in more than this share of the comparisons so far.
 
-Why not at the first difference: one response in a thousand that is off for the old version too would blind the
-comparison to that path for good.
+Why not at the first difference: one response in a hundred that is off for the old version too would blind the
+comparison to that path. Such noise is for the gate, which compares how often both differ.
 """
 PATHS_MAX: Final = 1_000
 """Paths that are learned; differences at further ones count, for both versions."""

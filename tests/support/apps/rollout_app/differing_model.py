@@ -9,7 +9,7 @@ import uuid
 
 from starlette.requests import Request
 
-MEDIAN_S = 0.02
+MEDIAN_S = 0.05
 """Long beside what the way to one host takes more than that to another: versions may run on one each."""
 SPREAD = 0.5
 

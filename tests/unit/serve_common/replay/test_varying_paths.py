@@ -51,7 +51,8 @@ def test_ids_and_times_are_learned_and_a_wrong_label_is_found() -> None:
 def test_canary_and_baseline_are_judged_alike() -> None:
     versions = Versions()
     versions.warm_up()
-    assert versions.compare({"label": 8}, {"label": 3}, label=8) == ComparedResponses(False, True)
+    for _ in range(2):
+        assert versions.compare({"label": 8}, {"label": 3}, label=8) == ComparedResponses(False, True)
     both = versions.compare({"label": 8}, {"label": 8}, label=3)
     assert both == ComparedResponses(False, False), "it is known to vary by now, for both"
 
@@ -66,7 +67,8 @@ def test_a_path_is_learned_after_its_request_was_judged() -> None:
 def test_what_varies_seldom_does_not_hide_a_path_for_good() -> None:
     versions = Versions()
     versions.warm_up()
-    versions.compare({"label": 8}, {"label": 3}, label=8)
+    for _ in range(2):
+        versions.compare({"label": 8}, {"label": 3}, label=8)
     assert versions.compare({"label": 3}, {"label": 8}, label=8) == SAME
     for _ in range(100):
         versions.compare({"label": 8}, {"label": 8}, label=8)

@@ -13,7 +13,7 @@ import msgspec
 
 from serve_common.api.views import HEALTH_CHECKS_FAILED, GoalStatus
 from serve_common.names import BackendTag, ReplicaTag, parse_backend_tag
-from serve_common.protocol.reports import RequestCounts
+from serve_common.protocol.reports import EXAMPLES_MAX, RequestCounts
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import (
@@ -278,6 +278,7 @@ def _judged(
                 counted=counted,
                 counted_by=counted_by,
                 recent_times=recent,
+                differences=_differences(observed, rollout),
                 judged_at=now,
             )
             draft.put(rollout)
@@ -310,6 +311,17 @@ def _judge_counts(
     if canary is None or baseline is None:
         return gates, recent
     return with_counts(gates, rollout.config, canary, baseline), recent
+
+
+def _differences(observed: ObservedState, rollout: Rollout) -> tuple[str, ...]:
+    """Examples of how the canary's responses differ: one for each path, as each proxy has its own."""
+    canary, by_path = canary_tag(rollout.backend_tag), dict[str, str]()
+    for proxy in observed.proxies.values():
+        report = proxy.report
+        if report.request_counts.get(canary, _NO_COUNTS).rollout_id == rollout.goal_id:
+            for text in report.differences.get(canary, ()):
+                by_path.setdefault(text.partition(": ")[0], text)
+    return tuple(by_path.values())[:EXAMPLES_MAX]
 
 
 def _counts(

@@ -121,6 +121,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of the incarnations of the proxies that had."""
     recent_times: dict[int, float] = {}
     """Number of the old version's last requests by their time, in buckets; older ones count less."""
+    differences: tuple[str, ...] = ()
+    """Where the canary's responses to copies differ, for people: they look once it has been aborted."""
     running: tuple[ReplicaTag, ...] = ()
     """Replicas of canary and baseline that were seen running."""
     failures: dict[BackendTag, int] = {}

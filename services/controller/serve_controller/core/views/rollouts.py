@@ -6,7 +6,7 @@ from serve_common.api.queries import GetRollouts
 from serve_common.api.rollout_views import DifferencesView, GateView, PassedStepView, RolloutView
 from serve_common.errors import NotFound
 from serve_common.names import deployment_tag
-from serve_common.protocol.reports import EXAMPLES_MAX, RequestCounts
+from serve_common.protocol.reports import RequestCounts
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.rollouts.external import external_results
@@ -46,7 +46,7 @@ def view_rollout(rollout: Rollout, observed: ObservedState, now: float) -> Rollo
             PassedStepView(step=one.step, passed_at=one.passed_at, requests=one.requests, why=one.why)
             for one in rollout.passed
         ],
-        differences=_differences(rollout, observed),
+        differences=_differences(rollout),
         replica_failures={str(tag): count for tag, count in rollout.failures.items()},
         started_at=rollout.started_at,
         decided_at=rollout.decided_at,
@@ -54,19 +54,16 @@ def view_rollout(rollout: Rollout, observed: ObservedState, now: float) -> Rollo
     )
 
 
-def _differences(rollout: Rollout, observed: ObservedState) -> DifferencesView | None:
+def _differences(rollout: Rollout) -> DifferencesView | None:
     canary, baseline = canary_tag(rollout.backend_tag), baseline_tag(rollout.backend_tag)
     counted, old = (rollout.counted.get(tag, RequestCounts()) for tag in (canary, baseline))
     if not counted.compared:
         return None
-    reports = [proxy.report for proxy in observed.proxies.values()]
-    texts = [text for report in reports for text in report.differences.get(canary, [])]
-    by_path = {text.partition(": ")[0]: text for text in texts}  # each proxy has examples of its own
     return DifferencesView(
         compared=counted.compared,
         different=counted.different,
         baseline_different=old.different,
-        examples=list(by_path.values())[:EXAMPLES_MAX],
+        examples=list(rollout.differences),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-import msgspec
 import pytest
 
 from serve_common.api.commands import RolloutAction
@@ -164,21 +163,15 @@ def test_people_see_what_differs() -> None:
     [view] = view_rollouts(world.loop.checkpoint, world.loop.observed, world.loop.now, query)
     assert view.differences is None
     world.traffic.differing = {CANARY: 0.5, BASELINE: 0.1}
+    world.loop.differences = {CANARY: ["$.label: 3 instead of 8"], BASELINE: ["$.id: 1 instead of 2"]}
     world.run(5)
-    text = "$.label: 3 instead of 8"
-    observed = msgspec.structs.replace(
-        world.loop.observed,
-        proxies={
-            tag: msgspec.structs.replace(
-                proxy, report=msgspec.structs.replace(proxy.report, differences={CANARY: [text]})
-            )
-            for tag, proxy in world.loop.observed.proxies.items()
-        },
-    )
-    [view] = view_rollouts(world.loop.checkpoint, observed, world.loop.now, query)
+    world.do(RolloutAction.ABORT)
+    world.loop.differences = {}
+    world.run(10, until=RolloutState.ENDED)
+    [view] = view_rollouts(world.loop.checkpoint, world.loop.observed, world.loop.now, query)
     assert view.differences is not None
     assert 0 < view.differences.baseline_different < view.differences.different < view.differences.compared
-    assert view.differences.examples == [text]
+    assert view.differences.examples == ["$.label: 3 instead of 8"], "also once it has ended"
 
 
 def test_without_a_limit_they_are_counted_and_judge_nothing() -> None:
