@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.protocol.subjects import endpoint_key
-from serve_common.routing.request_counts import BUCKETS_MAX, RequestCounter, get_bucket_start_s
+from serve_common.routing.request_counts import BUCKETS_MAX, get_bucket_start_s
 from tests.support.control_loop.closed_loop import Loop
 
 RATE: Final = 300.0
@@ -92,7 +92,7 @@ class Traffic:
             self._count(tag, number, self._versions[backend.target.version or ""])
 
     def _count(self, tag: BackendTag, number: int, version: Version) -> None:
-        counter = self._loop.request_counts.setdefault(tag, RequestCounter())
+        counter = self._loop.get_counter(tag)
         failed = int(self._rng.binomial(number, version.errors))
         counter.errors += failed
         counter.successes += number - failed

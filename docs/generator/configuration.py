@@ -27,6 +27,7 @@ from serve_common.config.backend import (
     ReplicaConfig,
 )
 from serve_common.config.capture import CaptureConfig
+from serve_common.config.external_gates import ExternalGate
 from serve_common.config.rollout import RolloutConfig
 
 STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
@@ -43,6 +44,7 @@ STRUCTS: Final[tuple[type[msgspec.Struct], ...]] = (
     EndpointOptions,
     HttpOptions,
     RolloutConfig,
+    ExternalGate,
     CaptureConfig,
 )
 """Configuration that is sent to the controller."""

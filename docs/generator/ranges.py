@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import msgspec
 
-from serve_common.config import autoscaling, backend, capture, rollout
+from serve_common.config import autoscaling, backend, capture, external_gates, rollout
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.config.capture import CaptureConfig
+from serve_common.config.external_gates import ExternalGate
 from serve_common.config.rollout import RolloutConfig
 
 
@@ -65,7 +66,15 @@ def _owner(path: str) -> tuple[str, str]:
     return struct.__name__, name
 
 
-_CHECKED: Final = (BackendConfig, ReplicaConfig, EndpointOptions, HttpOptions, RolloutConfig, CaptureConfig)
+_CHECKED: Final = (
+    BackendConfig,
+    ReplicaConfig,
+    EndpointOptions,
+    HttpOptions,
+    RolloutConfig,
+    ExternalGate,
+    CaptureConfig,
+)
 
 
 def _record() -> dict[tuple[str, str], Range]:
@@ -75,13 +84,18 @@ def _record() -> dict[tuple[str, str], Range]:
         found[_owner(field)] = Range(low, high)
 
     with ExitStack() as stack:
-        for module in (autoscaling, backend, capture, rollout):
+        for module in (autoscaling, backend, capture, external_gates, rollout):
             stack.enter_context(patch.object(module, "check_between", check_between))
-        backend.check_backend_config(_filled(BackendConfig), "BackendConfig")
+        # Its rollout is checked by itself below: not every set of its fields is valid.
+        filled = msgspec.structs.replace(_filled(BackendConfig), rollout=None)
+        backend.check_backend_config(filled, "BackendConfig")
         backend.check_replica_config(_filled(ReplicaConfig), "ReplicaConfig")
         backend.check_endpoint_options(EndpointOptions(relative_slo_ms=1), "EndpointOptions")
         backend.check_http_options(HttpOptions(), "HttpOptions")
-        rollout.check_rollout_config(RolloutConfig(steps=("100%",)), "RolloutConfig")
+        rollout.check_rollout_config(
+            RolloutConfig(steps=("shadow 1%", "100%"), max_difference_increase=0.1), "RolloutConfig"
+        )
+        external_gates.check_external_gate(ExternalGate(name="one", responder="one"), "ExternalGate")
         capture.check_capture_config(CaptureConfig(share=1), "CaptureConfig")
     return {key: limits for key, limits in found.items() if key not in SPECIAL}
 

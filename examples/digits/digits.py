@@ -32,17 +32,18 @@ USAGE = {
 class Digits:
     """Answers which digit an image shows, or "unsure" below a confidence threshold."""
 
-    def __init__(self, model_path: str | None = None) -> None:
+    def __init__(self, model_path: str | None = None, every: int = 1) -> None:
         """Loads the weights that `training.py` wrote: those beside this file, or those at ``model_path``.
 
-        ``model_path="train"`` learns them anew, which takes some seconds and needs scikit-learn. Raises OSError for a
-        file that cannot be read and ValueError for one that holds something else.
+        ``model_path="train"`` learns them anew, which takes some seconds and needs scikit-learn; with ``every`` from
+        one image in so many. Raises OSError for a file that cannot be read and ValueError for one that holds
+        something else.
         """
         self._threshold = DEFAULT_THRESHOLD
         if model_path == "train":
             from training import train  # noqa: PLC0415 - seconds of CPU, which loading need not spend
 
-            self._weights = train()
+            self._weights = train(every)
         else:
             self._weights = load(Path(model_path) if model_path else Path(__file__).with_name("weights.npz"))
         self.check_health()

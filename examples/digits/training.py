@@ -19,12 +19,16 @@ GAMMA = 0.0005
 COMPONENTS = 600
 
 
-def train() -> Weights:
-    """About 98 % accuracy on the held-out part, fitted in a fraction of a second; the same at every run."""
+def train(every: int = 1) -> Weights:
+    """About 98 % accuracy on the held-out part, fitted in a fraction of a second; the same at every run.
+
+    With ``every`` it learns from one image in so many, and is worse: for trying what finds that out.
+    """
     part = training_part()
-    features = Nystroem(gamma=GAMMA, n_components=COMPONENTS, random_state=0)
+    pixels, labels = part.pixels[::every], part.labels[::every]
+    features = Nystroem(gamma=GAMMA, n_components=min(COMPONENTS, len(pixels)), random_state=0)
     classifier = LogisticRegression(C=300, max_iter=1000)
-    classifier.fit(features.fit_transform(part.pixels), part.labels)
+    classifier.fit(features.fit_transform(pixels), labels)
     assert list(classifier.classes_) == list(range(10))
     # Both steps after the kernel are linear, so they are one matrix.
     return Weights(

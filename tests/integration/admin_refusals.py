@@ -13,6 +13,8 @@ BACKEND = {"replica_config": REPLICA}
 APP = {"name": "shop", "ingress": "m"}
 PAGE = {"upload_id": "u", "page": 0, "pages": 1, "data": ""}
 M = {"name": "m", "replica_config": REPLICA}
+LEFT = {"name": "left"}
+CAPTURE = {"endpoint": "fork", "share": 0.5}
 REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     # verb, request, status, code, field, words
     ("deploy", {"name": "a"}, 400, "bad_field", "replica_config", ""),
@@ -83,6 +85,64 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
      "options.header", "unknown"),
     ("set_endpoint_options", {"endpoint": "fork", "options": {"backend_header": "a b"}}, 400, "bad_field",
      "options.backend_header", "cannot be the name of a header"),
+    ("start_rollout", {}, 400, "bad_field", "name", "missing required field"),
+    ("start_rollout", {"name": "a/b/c"}, 400, "bad_field", "name", ""),
+    ("start_rollout", {"name": "nobody"}, 404, "not_found", "", "'default/nobody'"),
+    ("start_rollout", {**LEFT, "replica_config": {"path": "x"}}, 400, "bad_field", "replica_config.path", "unknown"),
+    ("start_rollout", {**LEFT, "replica_config": {"import_path": "x"}}, 400, "bad_field",
+     "replica_config.import_path", "module:attribute"),
+    ("start_rollout", {**LEFT, "backend_config": {"num_replicas": -1}}, 400, "bad_field",
+     "backend_config.num_replicas", "between 0 and"),
+    ("start_rollout", {**LEFT, "version": ""}, 400, "bad_field", "version", "1 to"),
+    ("start_rollout", {"name": "used", "version": "v1"}, 409, "conflict", "", "'v1' of 'default/used' runs already"),
+    ("start_rollout", {**LEFT, "again": "yes"}, 400, "bad_field", "again", ""),
+    ("start_rollout", {**LEFT, "rollout": {"speed": 1}}, 400, "bad_field", "rollout.speed", ""),
+    *(
+        ("start_rollout", {**LEFT, "rollout": {"steps": steps}}, 400, "bad_field", field, words)
+        for steps, field, words in [
+            ([], "rollout.steps", "1 to 20"),
+            (["1%"] * 21, "rollout.steps", "1 to 20"),
+            (["fast", "100%"], "rollout.steps[0]", "must read"),
+            (["0%", "100%"], "rollout.steps[0]", "above 0"),
+            (["5% 31d", "100%"], "rollout.steps[0]", "between 0 and"),
+            (["50%", "50%", "100%"], "rollout.steps[1]", "shares must rise"),
+            (["50%", "shadow 100%", "100%"], "rollout.steps[1]", "shadow steps come first"),
+            (["50%"], "rollout.steps", "must end with 100%"),
+        ]
+    ),
+    *(
+        ("start_rollout", {**LEFT, "rollout": {name: value}}, 400, "bad_field", f"rollout.{name}", "between")
+        for name, value in [
+            ("max_error_increase", 0),
+            ("max_client_error_increase", 1),
+            ("max_latency_ratio", 1),
+            ("max_replica_failures", -1),
+            ("false_abort_probability", 0),
+            ("false_pass_probability", 1),
+            ("deadline_s", 0),
+            ("cool_down_s", -1),
+        ]
+    ),
+    ("control_rollout", LEFT, 400, "bad_field", "action", "missing required field"),
+    ("control_rollout", {"name": "a/b/c", "action": "pause"}, 400, "bad_field", "name", ""),
+    ("control_rollout", {**LEFT, "action": "jump"}, 400, "bad_field", "action", ""),
+    ("control_rollout", {**LEFT, "action": "step", "step": "x"}, 400, "bad_field", "step", ""),
+    ("control_rollout", {**LEFT, "action": "abort", "reason": 1}, 400, "bad_field", "reason", ""),
+    *(
+        ("control_rollout", {**LEFT, "action": action}, 404, "not_found", "", "'default/left' has no rollout")
+        for action in ("pause", "resume", "step", "promote", "abort")
+    ),
+    ("set_capture", {"endpoint": "fork"}, 400, "bad_field", "share", "missing required field"),
+    ("set_capture", {**CAPTURE, "endpoint": "a/b/c"}, 400, "bad_field", "endpoint", ""),
+    ("set_capture", {**CAPTURE, "endpoint": "nobody"}, 404, "not_found", "", "no endpoint 'nobody'"),
+    ("set_capture", {**CAPTURE, "share": 2}, 400, "bad_field", "share", "between"),
+    ("set_capture", {**CAPTURE, "bodies": 1}, 400, "bad_field", "bodies", ""),
+    ("set_capture", {**CAPTURE, "redact": ["$.user"]}, 400, "bad_field", "redact", "needs bodies"),
+    ("set_capture", {**CAPTURE, "bodies": True, "redact": ["user"]}, 400, "bad_field", "redact[0]", ""),
+    ("set_capture", {**CAPTURE, "redact_headers": ["a b"]}, 400, "bad_field", "redact_headers[0]", "'a b'"),
+    ("set_capture", {**CAPTURE, "redact_query": ["a"] * 64 + [""]}, 400, "bad_field", "redact_query[0]", ""),
+    ("set_capture", {**CAPTURE, "redact_query": [f"q{n}" for n in range(65)]}, 400, "bad_field", "redact_query",
+     "at most 64"),
     ("rollback", {"name": "nobody"}, 404, "not_found", "", "'nobody'"),
     ("rollback", {"name": "fixed"}, 404, "not_found", "", "no earlier version"),
     ("rollback", {"name": "fixed", "to": "v9"}, 404, "not_found", "", "it has 1 (v1)"),
@@ -116,6 +176,10 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("get_hosts", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_status", {"x": 1}, 400, "bad_field", "x", ""),
     ("get_autoscaling", {"limit": 0}, 400, "bad_field", "limit", ""),
+    ("get_rollouts", {"limit": 0}, 400, "bad_field", "limit", ""),
+    ("get_rollouts", {"name": "a/b/c"}, 400, "bad_field", "name", ""),
+    ("get_rollouts", {"name": "left"}, 404, "not_found", "", "'default/left' has no rollout"),
+    ("get_captures", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_load", {"x": 1}, 400, "bad_field", "x", ""),
     ("get_snapshot", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_events", {"limit": 1001}, 400, "bad_field", "limit", ""),

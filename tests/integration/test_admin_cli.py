@@ -220,6 +220,68 @@ async def test_autoscaling_is_listed_paused_and_resumed_and_a_person_wins_over_i
     assert (await muster.ok("delete", "followed"))["result"] == "succeeded"
 
 
+async def test_rollouts_are_started_listed_watched_and_changed(muster: Muster) -> None:
+    """Nobody sends requests here, so nothing is shown and each step waits for a person."""
+    assert (await muster.ok(*deploy("rolled", "1", "--route-prefix", "/rolled")))["result"] == "succeeded"
+    refused, _ = await muster.fails(4, "rollout", "pause", "rolled")
+    assert refused["error"]["code"] == "not_found"
+    started = await muster.ok(
+        "rollout", "start", "rolled", "--version", "2", "--steps", "5%,50%,100%", "--no-wait"
+    )
+    assert started["result"] == "accepted"
+    await until_in_force(muster, 0)
+    assert (await muster.ok("rollout", "pause", "rolled"))["result"] == "succeeded"
+    (view,) = await muster.ok("rollout", "list")
+    assert (view["backend_tag"], view["version"], view["state"]) == ("default/rolled", "2", "paused")
+    assert (await muster.ok("rollout", "pause", "rolled"))["result"] == "unchanged"
+    assert (await muster.ok("rollout", "resume", "rolled"))["result"] == "succeeded"
+    assert (await muster.ok("rollout", "step", "rolled"))["result"] == "succeeded"
+    await until_in_force(muster, 1)
+    aborted = await muster.ok("rollout", "abort", "rolled", "--reason", "odd")
+    assert aborted["result"] == "succeeded"
+    watched = await muster.run("rollout", "watch", "rolled", "--json")
+    last = json.loads(watched.stdout.splitlines()[-1])
+    assert (watched.exit_code, last["outcome"], last["reason"]) == (1, "aborted", "by command: odd")
+
+    refused, _ = await muster.fails(2, "rollout", "start", "rolled", "--version", "2")
+    assert refused["error"]["code"] == "conflict"
+    again = await muster.ok("rollout", "start", "rolled", "--version", "2", "--again", "--no-wait")
+    assert (await muster.ok("rollout", "promote", "rolled"))["result"] == "succeeded"
+    assert (await muster.ok("goal", "wait", again["goal_id"]))["status"] == "succeeded"
+    assert (await muster.ok("info", "rolled"))["version"] == "2"
+    assert (await muster.ok("delete", "rolled"))["result"] == "succeeded"
+
+
+async def until_in_force(muster: Muster, step: int) -> None:
+    """Until requests of the only rollout go by that step."""
+    async with asyncio.timeout(60):
+        while True:
+            (view,) = await muster.ok("rollout", "list")
+            if view["step"] == step and view["is_in_force"]:
+                return
+
+
+async def test_captures_are_set_listed_read_and_ended(muster: Muster) -> None:
+    """What is captured by real proxies, and replayed, is `test_captures`' matter."""
+    assert (await muster.ok(*deploy("watched", "1", "--route-prefix", "/watched")))["result"] == "succeeded"
+    options = ("--bodies", "--redact", "$.user", "--redact-header", "X-User")
+    assert (await muster.ok("capture", "set", "watched", "1%", *options))["result"] == "succeeded"
+    assert (await muster.ok("capture", "set", "watched", "1%", *options))["result"] == "unchanged"
+    (view,) = await muster.ok("capture", "list")
+    assert (view["endpoint_tag"], view["capture"]["share"]) == ("default/watched", 0.01)
+    refused, _ = await muster.fails(2, "capture", "set", "watched", "0%")
+    assert refused["error"]["field"] == "SHARE"
+    assert await muster.ok("capture", "show", "watched") == []
+    await muster.ok(*deploy("another", "1"))
+    refused, words = await muster.fails(4, "replay", "watched", "--against", "another")
+    assert refused["error"]["code"] == "not_found"
+    assert "nothing was captured" in words
+    assert (await muster.ok("capture", "off", "watched"))["result"] == "succeeded"
+    assert await muster.ok("capture", "list") == []
+    for name in ("watched", "another"):
+        assert (await muster.ok("delete", name))["result"] == "succeeded"
+
+
 async def test_logs_and_the_table_of_loads_are_there_for_programs_too(muster: Muster) -> None:
     lines: list[Any] = []
     async with asyncio.timeout(60):

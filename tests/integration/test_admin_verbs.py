@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
@@ -15,9 +16,12 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from serve_common.api import commands as c
 from serve_common.api import queries as q
 from serve_common.api.queries import COMMANDS, QUERIES
+from serve_common.api.rollout_views import RolloutView
 from serve_common.api.views import DeploymentStatus, EventView, GoalStatus, PlannedAction
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.config.capture import CaptureConfig
+from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import BadField, NotFound
 from serve_common.protocol.code import digest_code
 from serve_common.protocol.subjects import GATEWAY_QUEUE, MODEL_SERVICE
@@ -235,6 +239,88 @@ async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_dele
     assert {b.backend_tag for b in await admin.call(q.GetAllBackends())} >= {"default/left", "default/right"}
 
 
+# -- rollouts and captures ---------------------------------------------------------------------------------------------
+
+
+async def test_a_rollout_is_started_paused_let_pass_aborted_and_promoted(desk: AdminDesk) -> None:
+    """Nobody sends requests here, so nothing is shown: each step passes because it is said."""
+    admin = desk.admin
+    await desk.done(await admin.call(deploy("rolled", route_prefix="/rolled")))
+    started = await admin.call(rollout("v2", request_id="once"))
+    assert (await admin.call(rollout("v2", request_id="once"))).goal_id == started.goal_id
+    assert (await desk.refused("start_rollout", name="rolled", version="v3")).view.code == "conflict"
+    view = await until_in_force(desk, 0)
+    assert (view.backend_tag, view.version, view.steps) == ("default/rolled", "v2", ["5%", "50%", "100%"])
+    assert {gate.status for gate in view.gates} <= {"unknown", "passed"}
+    routed = desk.plane.proxy.snapshots["endpoints.default.rolled"].content
+    assert len(getattr(routed, "traffic", {})) == 3, "the old version, its baseline and the new one"
+    for action, state in ((c.RolloutAction.PAUSE, "paused"), (c.RolloutAction.RESUME, "running")):
+        assert (await admin.call(c.ControlRollout(name="rolled", action=action))).updating
+        assert not (await admin.call(c.ControlRollout(name="rolled", action=action))).updating
+        (view,) = await admin.call(q.GetRollouts(name="rolled"))
+        assert view.state == state
+    assert not (
+        await admin.call(c.ControlRollout(name="rolled", action=c.RolloutAction.STEP, step=1))
+    ).updating
+    assert (await admin.call(c.ControlRollout(name="rolled", action=c.RolloutAction.STEP, step=0))).updating
+    await until_in_force(desk, 1)
+    abort = c.ControlRollout(name="rolled", action=c.RolloutAction.ABORT, reason="odd")
+    assert (await admin.call(abort)).updating
+    goal = await desk.ended(started.goal_id)
+    assert (goal.status, goal.error) == (GoalStatus.FAILED, "by command: odd")
+    assert not (await admin.call(abort)).updating
+    assert (await admin.call(q.GetDeploymentInfo(name="rolled"))).version == "v1"
+
+    refusal = await desk.refused("control_rollout", name="rolled", action="promote")
+    assert (refusal.status, refusal.view.code) == (409, "conflict"), "it has ended"
+    refusal = await desk.refused("start_rollout", **msgspec.to_builtins(rollout("v2")))
+    assert (refusal.status, refusal.view.code) == (409, "conflict"), "it was aborted a moment ago"
+    again = await admin.call(rollout("v2", again=True))
+    promoted = await admin.call(c.ControlRollout(name="rolled", action=c.RolloutAction.PROMOTE))
+    assert promoted.goal_id == again.goal_id
+    await desk.done(again)
+    (view,) = await admin.call(q.GetRollouts())
+    assert (view.outcome, view.goal_id) == ("promoted", again.goal_id)
+    assert (await admin.call(q.GetDeploymentInfo(name="rolled"))).version == "v2"
+    await desk.done(await admin.call(c.DeleteDeployment(name="rolled")))
+    assert await admin.call(q.GetRollouts()) == []
+
+
+def rollout(version: str, **fields: Any) -> c.StartRollout:
+    config = RolloutConfig(steps=("5%", "50%", "100%"))
+    return c.StartRollout(name="rolled", version=version, rollout=config, **fields)
+
+
+async def until_in_force(desk: AdminDesk, step: int) -> RolloutView:
+    """The rollout, once requests go by that step."""
+    async with asyncio.timeout(SOON_S):
+        while True:
+            (view,) = await desk.admin.call(q.GetRollouts(name="rolled"))
+            if view.step == step and view.is_in_force:
+                return view
+            await asyncio.sleep(0.05)
+
+
+async def test_requests_of_an_endpoint_are_captured_until_that_is_ended(desk: AdminDesk) -> None:
+    admin = desk.admin
+    assert await admin.call(q.GetCaptures()) == []
+    capture = c.SetCapture(
+        endpoint="fork", share=0.5, bodies=True, redact=["$.user"], redact_headers=["X-User"]
+    )
+    goal_id = await desk.done(await admin.call(capture))
+    (view,) = await admin.call(q.GetCaptures())
+    config = CaptureConfig(share=0.5, bodies=True, redact=["$.user"], redact_headers=["x-user"])
+    assert (view.endpoint_tag, view.goal_id, view.capture) == ("default/fork", goal_id, config)
+    routed = desk.plane.proxy.snapshots["endpoints.default.fork"].content
+    assert getattr(routed, "capture", None) == config, "the proxy has it once the goal succeeded"
+    assert not (await admin.call(capture)).updating
+    await desk.done(await admin.call(c.SetCapture(endpoint="fork", share=0)))
+    assert await admin.call(q.GetCaptures()) == []
+    routed = desk.plane.proxy.snapshots["endpoints.default.fork"].content
+    assert getattr(routed, "capture", None) is None
+    assert not (await admin.call(c.SetCapture(endpoint="fork", share=0))).updating
+
+
 # -- numbers of replicas that follow the load --------------------------------------------------------------------------
 
 
@@ -448,7 +534,7 @@ async def recorded(desk: AdminDesk) -> list[tuple[str, str, str]]:
     rows = await desk.plane.fetch(
         "SELECT kind, key, value::text FROM muster.checkpoint_rows ORDER BY kind, key"
     )
-    decided = ("backend", "endpoint", "deployment", "application", "goal", "http")
+    decided = ("backend", "endpoint", "deployment", "application", "goal", "http", "rollout", "capture")
     return [(row["kind"], row["key"], row["value"]) for row in rows if row["kind"] in decided]
 
 

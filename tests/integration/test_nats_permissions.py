@@ -66,6 +66,7 @@ CAPTURE = SUBJECTS.capture(ENDPOINT)
 READ_CAPTURES = f"$JS.API.DIRECT.GET.{SUBJECTS.capture_stream}"
 EVALUATE = SUBJECTS.host_evaluation(HostId("host-1"))
 EVALUATED = SUBJECTS.evaluation_report(HostId("host-1"))
+GATE = SUBJECTS.gate("accuracy")
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
 KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
 SNAPSHOT = SUBJECTS.snapshots.replace(">", "endpoints.shop.digits")
@@ -195,6 +196,8 @@ ALLOWED = [
     ("controller", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("controller", "PUB", "_INBOX.abc"),
     ("controller", "PUB", inbox("admin")),
+    ("controller", "PUB", GATE),
+    ("admin", "SUB", GATE),
     ("controller", "SUB", SUBJECTS.admin("deploy")),
     ("controller", "SUB", SUBJECTS.host_reports),
     ("controller", "SUB", SUBJECTS.proxy_reports),
@@ -313,6 +316,10 @@ DENIED = [
     ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.capture_stream}"),
     ("admin", "PUB", f"$JS.API.STREAM.MSG.GET.{SUBJECTS.capture_stream}"),
     *((role, "SUB", SUBJECTS.wakes) for role in ALL_BUT_CONTROLLER),
+    # only the controller asks about rollouts, and only the admin answers, and only what it was asked
+    *((role, "PUB", GATE) for role in ALL_BUT_CONTROLLER),
+    *((role, "SUB", GATE) for role in ("controller", "host", "proxy", "replica", "client", "caller")),
+    ("admin", "PUB", inbox("controller")),
     # nobody logs in another's name, reads what others log, or asks for it
     *(
         (role, "PUB", subject)
@@ -832,3 +839,21 @@ async def test_a_proxy_learns_that_its_caller_left_by_the_next_message_to_it(
         headers = (await left.get()).headers
     assert headers is not None
     assert headers["Status"] == "503"
+
+
+async def test_an_admin_answers_what_the_controller_asks_about_a_rollout_once(connect: Connect) -> None:
+    controller, admin = await connect("controller"), await connect("admin")
+    seen: list[Msg] = []
+
+    async def answer(message: Msg) -> None:
+        seen.append(message)
+        await message.respond(b"first")
+        await message.respond(b"second")
+
+    await admin.subscribe(GATE, cb=answer)
+    await until_known(admin)
+    message = await controller.request(GATE, b"?", timeout=20)
+    assert message.data == b"first"
+    assert len(seen) == 1
+    await eventually(lambda: admin.last_error is not None)
+    assert "permissions violation for publish" in str(admin.last_error).lower()

@@ -25,7 +25,7 @@ from serve_common.runtime.settings import DirectMode
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.support.servers.nats_server import NatsServer
 from tests.support.stacks.bare_runner import RunOrder, start_order
-from tests.support.stacks.proxy_stack import R0, Stack, running_stack
+from tests.support.stacks.proxy_stack import R0, R1, Stack, running_stack
 from tests.support.stacks.raw_peers import running_replica
 from tests.support.waiting import eventually
 
@@ -263,5 +263,34 @@ def test_a_replica_that_ends_closes_its_port_and_leaves_nothing(server: NatsServ
             await eventually(lambda: world.links.open_links == 0)
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection("127.0.0.1", world.network._port)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("is_stalled", [False, True])
+def test_a_drain_loses_no_request_that_is_on_its_way_over_a_link(
+    server: NatsServer, tmp_path: Path, *, is_stalled: bool
+) -> None:
+    """The proxy has not heard of the drain, and what it sends may not be read before the replica ends."""
+
+    async def main() -> None:
+        async with running(server, tmp_path, DirectMode.ALL, drains=False) as world:
+            await world.linked()
+            stack = world.stack
+            await stack.add_replica(R1)
+            world.network.is_stalled = True
+            before = world.links.count_frames()[0]
+            async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as group:
+                post = group.create_task(stack.session.post(f"{stack.url}/echo", data=b"x"))
+                await eventually(lambda: world.links.count_frames()[0] > before)
+                await stack.applied(await stack.put_backend(R0, R1))
+                drain = group.create_task(asyncio.to_thread(world.replica.drain))
+                await asyncio.sleep(1)
+                assert world.links.open_links == 1, "its router has yet to read that it leaves"
+                world.network.is_stalled = is_stalled
+            async with post.result() as response:
+                assert response.status == 200, await response.text()
+            assert drain.done()
+            assert world.links.open_links == 0
 
     uvloop.run(main())

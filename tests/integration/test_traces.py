@@ -15,8 +15,10 @@ import pytest
 
 from muster.handles import get_deployment_handle
 from muster.handles import runtime as handle_runtime
-from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.api.commands import ChangeReply, ControlRollout, Deploy, RolloutAction, StartRollout
+from serve_common.api.queries import GetRollouts
 from serve_common.config.backend import BackendConfig, HttpOptions, ReplicaConfig
+from serve_common.config.rollout import RolloutConfig
 from serve_common.identities.roles import Role
 from serve_common.telemetry.catalogue.services import SPANS_DROPPED
 from serve_common.telemetry.trace_context import read_tracing_settings
@@ -30,7 +32,7 @@ from tests.support.servers.postgres_server import PostgresServer
 from tests.support.stacks.control_plane import CHANGE_LIMIT_S, ControlPlane, deploy_request
 from tests.support.stacks.handle_stack import GuardedNats, HandleStack
 from tests.support.stacks.proxy_stack import make_settings
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -367,3 +369,41 @@ async def test_a_deploy_and_the_plan_that_follows_are_one_trace(
             (refused,) = await asyncio.to_thread(receiver.of_trace, trace_id, 1)
             assert refused.attributes["error.type"] == "BadField"
             assert "num_replicas" in str(refused.error)
+
+
+async def test_a_rollout_is_a_trace_with_a_span_for_each_step(
+    server: NatsServer, postgres_server: PostgresServer
+) -> None:
+    with OtlpReceiver() as receiver:
+        async with ControlPlane.opened(server, postgres_server) as plane:
+            await plane.start_controller("c-1", **receiver.environment())
+            await plane.until_led_by("c-1", timeout_s=CHANGE_LIMIT_S)
+            admin = plane.admin
+            deployed = await admin.call(deploy_request("m", "v1"))
+            assert deployed.goal_id is not None
+            await admin.wait_for_goal(deployed.goal_id, deadline_s=CHANGE_LIMIT_S)
+            steps = RolloutConfig(steps=("50%", "100% wait"))
+            started = await admin.call(StartRollout(name="m", version="v2", rollout=steps))
+            assert started.goal_id is not None
+
+            async def in_force(step: int) -> bool:
+                [view] = await admin.call(GetRollouts(name="m"))
+                return view.step == step and view.is_in_force
+
+            await eventually(lambda: in_force(0), within_s=CHANGE_LIMIT_S)
+            await admin.call(ControlRollout(name="m", action=RolloutAction.STEP))
+            await eventually(lambda: in_force(1), within_s=CHANGE_LIMIT_S)
+            await admin.call(ControlRollout(name="m", action=RolloutAction.ABORT, reason="it smells"))
+
+            def is_whole(spans: list[ReceivedSpan]) -> bool:
+                return any(span.name == "rollout default/m" for span in spans)
+
+            spans = await asyncio.to_thread(receiver.wait, is_whole)
+            [whole] = [span for span in spans if span.name == "rollout default/m"]
+            of = {span.name: span for span in spans if span.trace_id == whole.trace_id}
+            assert set(of) == {"step 50%", "step 100% wait", "rollout default/m"}
+            assert of["step 50%"].error is None
+            assert of["step 100% wait"].error == whole.error == "by command: it smells"
+            assert whole.attributes["muster.outcome"] == "aborted"
+            assert whole.attributes["muster.version"] == "v2"
+            assert {span.attributes["muster.goal_id"] for span in of.values()} == {started.goal_id}

@@ -8,7 +8,9 @@ import msgspec
 
 from serve_common.api import commands as c
 from serve_common.config import backend as merging
+from serve_common.config.external_gates import ExternalGate
 from serve_common.names import BackendTag, deployment_tag
+from serve_common.protocol.gates import GateRequest, GateResponse
 from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.rollouts.record import (
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 SUFFIXES = (CANARY_SUFFIX, BASELINE_SUFFIX)
 BAD = "bad"
 """Versions whose names begin so fail every second request."""
+FOUL = "foul"
+"""A version that serves well, and that external gates refuse."""
+OUTSIDE = ExternalGate(name="outside", responder="outside", every_s=1.0)
+
+
+def gate_response(request: GateRequest, now: float) -> GateResponse | None:
+    """What the world outside answers about a version; None: nothing, as it does every seventh second."""
+    return None if int(now) % 7 == 0 else GateResponse(passed=request.version != FOUL)
 
 
 def of_rollout(tag: str, made: Made) -> Made:
@@ -175,19 +185,25 @@ class RolloutsKeepTheirWord(Check):
 
     def _look(self, known: Rollout | None, rollout: Rollout) -> None:
         check, tag = self.world.check, rollout.backend_tag
-        is_bad = (rollout.candidate.version or "").startswith(BAD)
+        version = rollout.candidate.version or ""
+        is_bad, is_foul = version.startswith(BAD), version == FOUL
         seen = max((gate.worse.seen.canary for gate in rollout.gates), default=0)
         counted = self.world.requests.get(canary_tag(tag), 0)
         check(seen <= counted, f"{tag} was judged by {seen} requests, and there were {counted}")
         is_promoted = rollout.promoted_code_version and not (known and known.promoted_code_version)
         if is_promoted and rollout.goal_id not in self.by_command:
-            check(not is_bad, f"{tag} {rollout.candidate.version} is promoted")
+            check(not is_bad, f"{tag} {version} is promoted")
+            check(not (is_foul and rollout.config.gates), f"{tag} {version} is promoted past its gates")
             is_shown = all(passed.requests for passed in rollout.passed)
             check(is_shown, f"{tag} is promoted on missing data: {rollout.passed}")
         if rollout.outcome is RolloutOutcome.ABORTED and not is_bad:
             check(
                 not rollout.reason.startswith(("errors", "client_errors", "latency")),
-                f"{tag} {rollout.candidate.version} is accused: {rollout.reason}",
+                f"{tag} {version} is accused: {rollout.reason}",
+            )
+            check(
+                is_foul or not rollout.reason.startswith(OUTSIDE.name),
+                f"{tag} {version} is accused from outside: {rollout.reason}",
             )
 
     def on_publish(self, key: str, snapshot: Snapshot) -> None:

@@ -10,10 +10,12 @@ from typing import Final
 from serve_common.api import commands as c
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.config.external_gates import ExternalGate
 from serve_common.config.rollout import RolloutConfig
 from serve_controller.shell.control_loop import Term
 from tests.simulation.clients import Step
 from tests.simulation.crashes import CrashPoint
+from tests.simulation.rollout_wishes import FOUL, OUTSIDE
 from tests.simulation.runs import Outcome, play
 from tests.simulation.sim_host import Code
 from tests.simulation.world import Faults, World
@@ -93,13 +95,19 @@ PAIR_STORY: Final = [
 ]
 
 
-def _rollout(version: str, *steps: str, request_id: str, code: Code = Code.GOOD) -> c.StartRollout:
+def _rollout(
+    version: str,
+    *steps: str,
+    request_id: str,
+    code: Code = Code.GOOD,
+    gates: tuple[ExternalGate, ...] = (),
+) -> c.StartRollout:
     return c.StartRollout(
         name="a",
         version=version,
         request_id=request_id,
         replica_config={"import_path": code.value},
-        rollout=RolloutConfig(steps=steps),
+        rollout=RolloutConfig(steps=steps, gates=gates),
     )
 
 
@@ -108,9 +116,10 @@ ROLLOUT_STORY: Final = [
     Step(_rollout("v2", "25%", "50%", "100%", request_id="r2"), ends=GOOD),
     Step(_rollout("bad", "25%", "100%", request_id="r3"), ends=BAD),
     Step(_rollout("v3", "25%", "100%", request_id="r4", code=Code.RAISES), ends=BAD),
+    Step(_rollout(FOUL, "25%", "100%", request_id="r5", gates=(OUTSIDE,)), ends=BAD),
     Step(c.DeleteDeployment(name="a"), ends=GOOD),
 ]
-"""A version that is promoted, one that fails its requests, and one that does not start."""
+"""A version that is promoted, one that fails its requests, one that does not start, and one that is refused outside."""
 
 
 ROLLOUT_PAIR_STORY: Final = [

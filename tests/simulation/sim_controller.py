@@ -13,9 +13,11 @@ from serve_common.errors import FencedOut, ServeError, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core.restored import NO_CLAIMS
+from serve_controller.core.rollouts.external import DueGate, get_due_gates, with_response, without_response
 from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.boundary import LeadersBoundary
 from serve_controller.shell.control_loop import Term
+from serve_controller.shell.external_gates import TICK_S
 from serve_controller.shell.leadership import (
     LEASE_TTL_S,
     PING_EVERY_S,
@@ -28,12 +30,15 @@ from serve_controller.shell.leadership import (
 from serve_controller.shell.service import CYCLE_GAP_S, IDLE_WAIT_S
 from tests.simulation.crashes import Crash, SimBoundary
 from tests.simulation.kernel import Process, SimLock, run_now
+from tests.simulation.rollout_wishes import gate_response
 from tests.simulation.world_store import StoreOf
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 RESTART_S: Final = 1.0
+GATE_S: Final = 0.2
+"""Seconds that an external gate's answer takes; less than a tick, so that none is asked twice at once."""
 
 Execute = Callable[[Command[Any], bytes, str], Coroutine[Any, Any, CommandReply]]
 Answer = Callable[[bytes | ServeError | None], None]
@@ -176,6 +181,7 @@ class SimController:
         if self.liveness.is_away:
             term.on_bus_lost()
         self._after(RENEW_EVERY_S, lambda: self._renew(term))
+        self._after(TICK_S, lambda: self._sample_gates(term))
         self._begin_term(term)
 
     def _begin_term(self, term: Term) -> None:
@@ -188,6 +194,25 @@ class SimController:
         self.world.tell_leader(self, term.epoch)
         self.is_offered = True
         self._schedule(0.0)
+
+    def _sample_gates(self, term: Term) -> None:
+        """See `GateSampler`."""
+        if self.term is not term:
+            return
+        for due in get_due_gates(term.checkpoint, term.observed.gates, self.world.time):
+            self._after(GATE_S, lambda due=due: self._end_sample(term, due))  # type: ignore[misc]
+        self._after(TICK_S, lambda: self._sample_gates(term))
+
+    def _end_sample(self, term: Term, due: DueGate) -> None:
+        known, now = term.observed.gates.get(due.key), self.world.time
+        response = gate_response(due.request, now)
+        sample = (
+            without_response(due, known, "away", now)
+            if response is None
+            else with_response(due, known, response, now)
+        )
+        if self.term is term:
+            term.on_gate_sample(due.key, sample)
 
     def _watched(self, execute: Execute) -> Execute:
         async def watched(command: Command[Any], request: bytes, who: str = "") -> CommandReply:

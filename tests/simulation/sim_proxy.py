@@ -10,7 +10,7 @@ from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
 from serve_common.protocol.reports import ProxyReport
 from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
-from serve_common.routing.request_counts import RequestCounter
+from serve_common.routing.request_counts import RequestCounter, renewed_counter
 from serve_common.routing.route_table import HttpChange, SnapshotTable
 from tests.simulation.rollout_wishes import BAD
 
@@ -90,7 +90,11 @@ class SimProxy:
     def _serve_judged(self) -> None:
         """Requests since the last tick, of the backends that take part in rollouts."""
         judged = {tag for tag, backend in self.backends.items() if backend.is_judged}
-        self.counts = {tag: self.counts.get(tag) or RequestCounter() for tag in sorted(judged)}
+        renewed = {
+            tag: renewed_counter(self.counts.get(tag), self.backends[tag].rollout_id)
+            for tag in sorted(judged)
+        }
+        self.counts = {tag: counter for tag, counter in renewed.items() if counter is not None}
         if not self.serves:
             return
         for endpoint in self.endpoints.values():

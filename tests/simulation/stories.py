@@ -20,6 +20,7 @@ from serve_common.config.backend import (
 )
 from serve_common.config.rollout import RolloutConfig
 from tests.simulation.clients import Step
+from tests.simulation.rollout_wishes import FOUL, OUTSIDE
 from tests.simulation.sim_host import BAD_CONFIG, Code
 from tests.simulation.sim_proxy import MISSING_MIDDLEWARE
 
@@ -94,7 +95,7 @@ def _start_rollout(dice: random.Random, request_id: str | None) -> c.StartRollou
     path = code(dice).import_path
     return c.StartRollout(
         name=dice.choice([*DEPLOYMENTS, *BACKENDS]),
-        version=dice.choice([*VERSIONS, "bad", None]),
+        version=dice.choice([*VERSIONS, "bad", FOUL, None]),
         replica_config={"import_path": path},
         backend_config=dice.choice([{}, {}, {"user_config": 3}, {"max_queued_requests": 10}]),
         rollout=RolloutConfig(
@@ -103,6 +104,7 @@ def _start_rollout(dice: random.Random, request_id: str | None) -> c.StartRollou
             # Of code that never runs nothing could be kept.
             keeps_failed=dice.random() < 0.2 and path == Code.GOOD.value,
             cool_down_s=dice.choice([0.0, 5.0]),
+            gates=dice.choice([(), (), (OUTSIDE,), (msgspec.structs.replace(OUTSIDE, max_failures=0),)]),
         ),
         again=dice.random() < 0.2,
         request_id=request_id,

@@ -27,6 +27,8 @@ class Command(NamedTuple):
     """What stands before it as ``NAME=value``."""
     is_piped: bool = False
     """It reads what the command before it prints."""
+    is_background: bool = False
+    """The next command does not wait for its end."""
 
     def __str__(self) -> str:
         """It in one line, without quotes."""
@@ -58,7 +60,7 @@ class Block(NamedTuple):
             for word in [*lexer, ";"]:
                 if word and not word.strip("|;&"):
                     if words:
-                        yield Command(words, variables, is_piped)
+                        yield Command(words, variables, is_piped, word == "&")
                     words, variables, is_piped = [], {}, word == "|"
                 elif words or not _ASSIGNMENT.match(word):
                     words.append(word)

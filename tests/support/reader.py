@@ -37,6 +37,7 @@ ON_AN_EMBEDDED_STACK: Final = (
     "docs/how-to/applications.md",
     "docs/how-to/traffic.md",
     "docs/how-to/rollouts.md",
+    "docs/how-to/worse-models.md",
     "docs/how-to/replay.md",
     "docs/how-to/autoscaling.md",
     "docs/how-to/handles.md",
@@ -155,9 +156,18 @@ class Reader:
         self.instead = instead or {}
         self.printed = ""
         """By the last command."""
+        self._background: list[subprocess.Popen[bytes]] = []
 
     def follow(self) -> None:
-        """Write the page's files and run its commands, in order."""
+        """Write the page's files and run its commands, in order; what runs beside them is ended then."""
+        try:
+            self._follow()
+        finally:
+            for process in self._background:
+                process.kill()
+                process.wait(timeout=COMMAND_LIMIT_S)
+
+    def _follow(self) -> None:
         for block in self.page.blocks():
             if block.file_name:
                 self.write(block)
@@ -187,6 +197,14 @@ class Reader:
 
     def _run(self, command: Command, expected: int) -> None:
         words = [self._here(word) for word in command.words]
+        if command.is_background:
+            assert words[0] == "python", f"who runs {shlex.join(words)} beside the others?"
+            variables = {**os.environ, **self.environment, **command.variables}
+            with (self.folder / "background.log").open("ab") as log:
+                arguments = [sys.executable, *words[1:]]
+                process = subprocess.Popen(arguments, env=variables, cwd=self.folder, stdout=log, stderr=log)
+            self._background.append(process)
+            return
         match Path(words[0]).name:
             case "muster":
                 done = CliRunner().invoke(cli, words[1:], env=self.environment | command.variables)

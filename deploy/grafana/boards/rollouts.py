@@ -13,6 +13,12 @@ def _newest(name: str, by: str, *matchers: str) -> str:
     return f"max by ({by}) ({name}{{{', '.join((OF_BACKEND, *matchers))}}})"
 
 
+def _compared(outcome: str) -> str:
+    return (
+        f'rate(serve_proxy_compared_responses_total{{{OF_BACKEND}, outcome=~"{outcome}"}}[$__rate_interval])'
+    )
+
+
 _WHERE: Final = Row(
     title="Where it is",
     panels=(
@@ -105,6 +111,33 @@ _SHOWN: Final = Row(
     ),
 )
 
+_DIFFERENCES: Final = Row(
+    title="How its answers differ",
+    panels=(
+        Panel(
+            title="Different answers",
+            description="In shadow steps: share of the compared answers to copies that differ from what callers got, "
+            "beyond what is known to vary. Where they differ: `muster rollout watch NAME`.",
+            unit="percentunit",
+            width=12,
+            queries=(
+                Query(
+                    expr=f"sum by (backend_tag) ({_compared('different')}) / "
+                    f"(sum by (backend_tag) ({_compared('.*')}) > 0)",
+                    legend="{{backend_tag}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Answers compared",
+            description="A proxy compares up to 50 requests a second.",
+            unit="reqps",
+            width=12,
+            queries=(Query(expr=f"sum by (backend_tag) ({_compared('.*')})", legend="{{backend_tag}}"),),
+        ),
+    ),
+)
+
 _ENDS: Final = Row(
     title="How they ended",
     panels=(
@@ -129,5 +162,5 @@ BOARD: Final = Board(
     description="Where rollouts are, what requests have shown of new versions, and how they ended.",
     variables=(common.BACKENDS,),
     annotations=(common.DEPLOYS, common.SCALINGS_OF_BACKEND, common.LEADER_CHANGES),
-    rows=(_WHERE, _SHOWN, _ENDS),
+    rows=(_WHERE, _SHOWN, _DIFFERENCES, _ENDS),
 )

@@ -9,9 +9,12 @@ import msgspec
 
 from serve_common.api.views import EventView, HistoryView
 from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy
+from serve_common.config.external_gates import ExternalGate
 from serve_common.errors import ServeError
-from serve_common.names import BackendTag, ControllerId, HostId, ReplicaTag
+from serve_common.names import BackendTag, ControllerId, EndpointTag, HostId, ReplicaTag
+from serve_common.protocol.captures import CapturedPair
 from serve_common.protocol.evaluation import Evaluation, EvaluationResult
+from serve_common.protocol.gates import GateRequest, GateResponse
 from serve_common.protocol.reports import HostGoal, LeaderNotice
 from serve_common.protocol.snapshots import Snapshot
 from serve_controller.core.autoscaling.values import LoadRequest, LoadSample, Targets
@@ -21,6 +24,10 @@ from serve_controller.core.objects import ObjectChanges
 
 class PolicyFailed(ServeError):
     """A user's policy function raised, took too long, or gave no number."""
+
+
+class GateSilent(ServeError):
+    """An external gate of a rollout gave no answer; the message says why."""
 
 
 class ReplicaSilent(PolicyFailed):
@@ -147,6 +154,26 @@ class CodeBucket(Protocol):
         ...
 
 
+class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A captured request and its place in the stream."""
+
+    sequence: int
+    pair: CapturedPair | None
+    """None for one that cannot be read."""
+
+
+class CapturedRequests(Protocol):
+    """The stream of captured requests, and a way to send them again. Every method raises `BusUnavailable`."""
+
+    async def find(self, endpoint_tag: EndpointTag, sequence: int) -> CapturedRequest | None:
+        """The first captured request of an endpoint at or after ``sequence``; None when there is none."""
+        ...
+
+    async def send(self, endpoint_tag: EndpointTag, pair: CapturedPair, timeout_s: float) -> None:
+        """Send it to an endpoint as a caller would, and wait for whatever comes back."""
+        ...
+
+
 class LoadSource(Protocol):
     """Reads the loads of backends."""
 
@@ -173,6 +200,14 @@ class ReplicaEvaluator(Protocol):
     ) -> EvaluationResult:
         """What came of it in that replica. Raises `ReplicaSilent` when nothing came within ``timeout_s``, and other
         `PolicyFailed`."""
+        ...
+
+
+class GateSource(Protocol):
+    """Asks the external gates of rollouts."""
+
+    async def read(self, gate: ExternalGate, request: GateRequest) -> GateResponse:
+        """The answer about a step. Raises `GateSilent` with the reason where there is none."""
         ...
 
 

@@ -26,7 +26,9 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.request_traces import open_tracing
+from serve_controller.adapters.captured_requests import NatsCapturedRequests
 from serve_controller.adapters.code_bucket import JetStreamCodeBucket
+from serve_controller.adapters.external_gates import ExternalGates
 from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
@@ -37,8 +39,10 @@ from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.adapters.replica_evaluator import NatsReplicaEvaluator
 from serve_controller.adapters.rollout_metrics import RolloutCollector
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, CrashingBoundary, OpenBoundary, kill_after
+from serve_controller.shell.capture_replays import CaptureReplays
 from serve_controller.shell.code_store import CodeStore
 from serve_controller.shell.service import ControllerService, ScalingParts
 
@@ -97,6 +101,10 @@ async def _serve(  # noqa: PLR0915 - it wires everything
             return "NATS is not connected"
         return None if service is None else service.readiness_error()
 
+    def lead_checkpoint() -> Checkpoint | None:
+        term = None if service is None else service.term
+        return None if term is None else term.checkpoint
+
     pulse = BusHealthCheck(
         "control plane",
         is_connected=lambda: bus is not None and bus.is_connected,
@@ -134,7 +142,11 @@ async def _serve(  # noqa: PLR0915 - it wires everything
     )
     bus = NatsBus(client, subjects, VERSION, refused, metrics.dropped_calls.inc)
     evaluator = NatsReplicaEvaluator(client, subjects, refused)
-    scaling, close_scaling = _open_scaling(settings, evaluator)
+    prometheus = None
+    if settings.prometheus is not None:
+        prometheus = PrometheusApi(settings.prometheus.url, settings.prometheus.token)
+    gates = ExternalGates(client, subjects, prometheus, SystemClock())
+    scaling, close_scaling = _open_scaling(settings, prometheus, evaluator)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:
         boundary = CrashingBoundary(boundary, settings.crash_mode, kill_after(logs.flush))
@@ -147,6 +159,7 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         telemetry=metrics,
         scaling=scaling,
         code=CodeStore(store, JetStreamCodeBucket(client, subjects)),
+        gates=gates,
     )
     background = TaskOwner("controller")
     log_sink = NatsLogSink(logs, subjects, "controller", settings.controller_id)
@@ -155,6 +168,8 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         background.start(pulse.run(), "pulse")
         background.start(lag.run(), "loop_lag")
         background.start(nats_servers.run(), "nats_monitors")
+        captured = NatsCapturedRequests(client, subjects)
+        background.start(CaptureReplays(captured, lead_checkpoint, time.monotonic).run(), "capture_replays")
         await evaluator.start()
         await bus.start(service, service.admin)
         await _run_until_closed(service, closed)
@@ -165,6 +180,7 @@ async def _serve(  # noqa: PLR0915 - it wires everything
         await close_nats(client)
         await store.close()
         await close_scaling()
+        await gates.close()
         await operations.close()
 
 
@@ -184,12 +200,11 @@ async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -
 
 
 def _open_scaling(
-    settings: ControllerSettings, replicas: NatsReplicaEvaluator
+    settings: ControllerSettings, api: PrometheusApi | None, replicas: NatsReplicaEvaluator
 ) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:
     """Build what autoscaling needs from outside; returns it with the function that closes it."""
     prometheus = None
-    if settings.prometheus is not None:
-        api = PrometheusApi(settings.prometheus.url, settings.prometheus.token)
+    if settings.prometheus is not None and api is not None:
         prometheus = PrometheusSource(api, settings.prometheus.selector)
     scrape = LoadScrape(time.monotonic)
     loads = LoadSources(prometheus, scrape)

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from serve_common.clock import SystemClock
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.request_body import UploadMemory
+from serve_common.dispatch.response_comparisons import ResponseComparisons
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.dispatch.timers import RequestTimers
@@ -92,7 +93,12 @@ class Proxy:
         models = ModelHolders(routes, subjects, asyncio.get_running_loop().time)
         self._bus.subscribe(subjects.all_models, models.take)
         self._timers = RequestTimers(self._dispatcher, routes, outgoing, models)
-        self._shadows = Shadows(self._dispatcher, rng.random, asyncio.get_running_loop().time)
+        self._shadows = Shadows(
+            self._dispatcher,
+            rng.random,
+            asyncio.get_running_loop().time,
+            ResponseComparisons(routes.routers, asyncio.get_running_loop().time),
+        )
         self._captures = Captures(
             self._bus.publish,
             subjects,
@@ -141,6 +147,7 @@ class Proxy:
                 settings.operations, self.operations.port, self._control_plane.local_host
             ),
             request_counts=routes.request_counts,
+            differences=self._shadows.get_differences,
         )
 
         self._tracing = open_tracing(settings.tracing, "muster-proxy", settings.proxy_id)
@@ -246,6 +253,7 @@ class Proxy:
         self._tasks.start(self._reports.run(), name="reports")
         self._tasks.start(self._timers.run(), name="beat")
         self._captures.start()
+        self._shadows.start()
         self._tasks.start(release_memory(self._ingress.memory), name="release_memory")
         self._tasks.start(self._lag.run(), name="loop_lag")
         for pulse in self._pulses:

@@ -14,10 +14,11 @@ from immutables import Map
 from serve_common.api.commands import ChangeReply, Command
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import HttpOptions
-from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport, RequestCounts
 from serve_common.protocol.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
-from serve_common.routing.request_counts import RequestCounter
+from serve_common.protocol.subjects import backend_key
+from serve_common.routing.request_counts import RequestCounter, renewed_counter
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import decide
 from serve_controller.core.commands.changes import Accepted
@@ -63,6 +64,7 @@ class Loop:
         """Of these, proxies say that they cannot be imported."""
         self.bucket: dict[str, Snapshot] = {}
         self.request_counts: dict[BackendTag, RequestCounter] = {}
+        self.differences: dict[BackendTag, list[str]] = {}
         """What the first proxy counts of backends that are judged."""
         self.sequence = 0
         self.is_checked = is_checked
@@ -143,16 +145,25 @@ class Loop:
                 http_error="" if refused is None else "cannot be imported",
                 http_error_snapshot_id=0 if refused is None else refused,
                 request_counts=self._request_counts() if proxy_id == next(iter(self.proxies)) else {},
+                differences=self.differences,
             )
             self.on_report(report)
 
     def _request_counts(self) -> dict[BackendTag, RequestCounts]:
         contents = [snapshot.content for snapshot in self.bucket.values()]
         judged = {c.backend_tag for c in contents if isinstance(c, BackendSnapshot) and c.is_judged}
-        self.request_counts = {
-            tag: self.request_counts.get(tag) or RequestCounter() for tag in sorted(judged)
-        }
-        return {tag: counts.report() for tag, counts in self.request_counts.items()}
+        counted = {tag: self.get_counter(tag).report() for tag in sorted(judged)}
+        self.request_counts = {tag: self.request_counts[tag] for tag in counted}
+        return counted
+
+    def get_counter(self, tag: BackendTag) -> RequestCounter:
+        """What counts the requests of a backend; nobody reports it where that is not judged."""
+        snapshot = self.bucket.get(backend_key(tag))
+        content = None if snapshot is None else snapshot.content
+        rollout_id = content.rollout_id if isinstance(content, BackendSnapshot) else GoalId("")
+        counter = renewed_counter(self.request_counts.get(tag), rollout_id) or RequestCounter(rollout_id)
+        self.request_counts[tag] = counter
+        return counter
 
     def _refused_http(self, applied: int) -> int | None:
         for snapshot in self.bucket.values():

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.protocol.subjects import endpoint_key
-from serve_common.routing.request_counts import RequestCounter
 from tests.support.control_loop.closed_loop import Loop
 
 Behaviour = Callable[[random.Random], tuple[int, float]]
@@ -60,6 +59,8 @@ class Traffic:
         """Requests by backend, copies apart."""
         self.failed: Counter[BackendTag] = Counter()
         self.copied: Counter[BackendTag] = Counter()
+        self.differing: dict[BackendTag, float] = {}
+        """By shadow, the share of its responses that differ; empty compares nothing."""
 
     def flow(self, seconds: float) -> None:
         """Requests of so many seconds, all of which end."""
@@ -76,6 +77,14 @@ class Traffic:
             number = self._drawn(count * share)
             self.copied[tag] += number
             self._end(tag, number)
+        if self.differing:
+            self._compare(self._drawn(count * min(content.shadows.values(), default=0.0)))
+
+    def _compare(self, number: int) -> None:
+        for tag, share in self.differing.items():
+            counts = self._loop.get_counter(tag)
+            counts.compared += number
+            counts.different += sum(self._dice.random() < share for _ in range(number))
 
     def _drawn(self, mean: float) -> int:
         """A number of requests about ``mean``; a Poisson number by its normal approximation where it is large."""
@@ -88,7 +97,7 @@ class Traffic:
         return number
 
     def _end(self, tag: BackendTag, number: int) -> int:
-        counts = self._loop.request_counts.setdefault(tag, RequestCounter())
+        counts = self._loop.get_counter(tag)
         behave = self._new if self._runs_new(tag) else self._old
         failed = 0
         for _ in range(number):

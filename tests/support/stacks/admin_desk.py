@@ -55,8 +55,10 @@ class AdminDesk:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def opened(cls, nats: NatsServer, postgres: PostgresServer) -> AsyncIterator[Self]:
-        """With one leader, and both hosts and the proxy heard of."""
+    async def opened(
+        cls, nats: NatsServer, postgres: PostgresServer, **environment: str
+    ) -> AsyncIterator[Self]:
+        """With one leader, that has more variables of its ``environment``, and both hosts and the proxy heard of."""
         async with ControlPlane.opened(nats, postgres) as plane:
             self = cls(plane)
             second = SimulatedHost(plane._bus("host-2"), "host-2")
@@ -68,7 +70,7 @@ class AdminDesk:
             events = await plane.client.subscribe(plane.subjects.events)
             tasks.start(self._listen(events), "events")
             try:
-                await plane.start_controller("controller-1")
+                await plane.start_controller("controller-1", **environment)
                 await plane.until_led_by("controller-1")
                 await self.until_heard_of()
                 yield self

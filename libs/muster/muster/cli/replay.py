@@ -16,7 +16,6 @@ from muster.client.admin import Stack
 from muster.client.replay import Replay, ReplayTarget
 from muster.client.replay_target import (
     VersionTarget,
-    can_replay,
     find_endpoint,
     find_target,
     get_main_backend,
@@ -26,6 +25,7 @@ from serve_common.api.queries import GetAllEndpoints
 from serve_common.errors import BadField, NotFound, ServeError
 from serve_common.names import EndpointTag
 from serve_common.protocol.captures import CapturedPair
+from serve_common.replay.captured_requests import can_replay
 from serve_common.replay.comparison import Comparison, ComparisonResult, PathResult, PathStatus
 from serve_common.replay.differences import ReplayedResponse, ResponseComparator
 from serve_common.values import check_between

@@ -205,7 +205,9 @@ def _line(view: RolloutView) -> str:
         for gate in view.gates
     )
     at = f"step {view.step + 1}/{len(view.steps)} {view.steps[view.step]}"
-    return f"{short_name(view.backend_tag)} {state}, {at}: {view.reason or gates}"
+    found = view.differences.examples if view.differences and view.outcome == "aborted" else []
+    examples = f" ({'; '.join(found)})" if found else ""
+    return f"{short_name(view.backend_tag)} {state}, {at}: {view.reason or gates}{examples}"
 
 
 def _drawn(view: RolloutView) -> Group:
@@ -227,8 +229,20 @@ def _drawn(view: RolloutView) -> Group:
         *(Text(f"  ✓ {one.step}: {one.requests:,} requests compared; {one.why}") for one in view.passed),
         Text(f"  {_bar(view)} {view.steps[view.step]}{'' if view.is_in_force else ' (its replicas start)'}"),
         render(rows),
+        *map(Text, _differences(view)),
         Text(view.reason, style="red" if view.outcome == "aborted" else "yellow"),
     )
+
+
+def _differences(view: RolloutView) -> list[str]:
+    found = view.differences
+    if found is None:
+        return []
+    figures = f"{found.different:,} of {found.compared:,} compared answers differ"
+    return [
+        f"  {figures}; baseline: {found.baseline_different:,}",
+        *(f"    {example}" for example in found.examples),
+    ]
 
 
 def _bar(view: RolloutView) -> str:

@@ -11,15 +11,31 @@ class GateView(msgspec.Struct, frozen=True, kw_only=True):
     """What the requests of a rollout's present step have shown about one thing."""
 
     kind: str
-    """``errors``, ``client_errors``, ``latency_p50`` or ``latency_p99``."""
+    """``errors``, ``client_errors``, ``latency_p50``, ``latency_p99``, ``differences``, or the name of an
+    external gate."""
     status: str
     """``passed``, ``failed`` or ``unknown``."""
     text: str
     """The figures, for people."""
+    is_external: bool = False
+    """Whether something outside is asked, and no requests are compared."""
     canary_requests: int
     """Requests of the new version that were compared."""
     requests_needed: int | None
     """About how many more the verdict needs, should both versions go on as they are; None where nobody can say."""
+
+
+class DifferencesView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the responses to copies have shown in a rollout's shadow steps, as the proxies that run have counted it."""
+
+    compared: int
+    """Requests of which the responses of all three were compared: the caller's, the new version's, the baseline's."""
+    different: int
+    """Those in which the new version's response differs from the caller's, beyond what is known to vary."""
+    baseline_different: int
+    """Those in which the baseline's does."""
+    examples: list[str]
+    """Some paths at which the new version's differ, with the beginning of both values."""
 
 
 class PassedStepView(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +78,8 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """What the present step's requests have shown."""
     passed: list[PassedStepView]
     """Steps that are over."""
+    differences: DifferencesView | None = None
+    """Compared responses; None where none were."""
     replica_failures: dict[str, int]
     """Replicas of canary and baseline that died or fell ill."""
     started_at: float

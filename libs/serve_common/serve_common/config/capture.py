@@ -39,17 +39,21 @@ class CaptureConfig(
     """Further query parameters to redact."""
 
 
-def check_capture_config(config: CaptureConfig, field: str = "capture") -> CaptureConfig:
-    """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
-    check_between(config.share, 1e-6, 1, f"{field}.share")
-    parse_json_paths(config.redact, f"{field}.redact")
+def check_capture_config(config: CaptureConfig, field: str = "") -> CaptureConfig:
+    """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path.
+
+    ``field`` is the path of the config itself; empty where its fields are those of a request.
+    """
+    before = f"{field}." if field else ""
+    check_between(config.share, 1e-6, 1, f"{before}share")
+    parse_json_paths(config.redact, f"{before}redact")
     for name in ("redact_headers", "redact_query"):
         values: list[str] = getattr(config, name)
         if len(values) > NAMES_MAX:
-            raise BadField(f"{field}.{name}", f"has {len(values)} names; at most {NAMES_MAX} are allowed")
+            raise BadField(f"{before}{name}", f"has {len(values)} names; at most {NAMES_MAX} are allowed")
         for at, value in enumerate(values):
             if not _NAME.fullmatch(value):
-                raise BadField(f"{field}.{name}[{at}]", f"{value[:80]!r} cannot be such a name")
+                raise BadField(f"{before}{name}[{at}]", f"{value[:80]!r} cannot be such a name")
     if config.redact and not config.bodies:
-        raise BadField(f"{field}.redact", "needs bodies: without them there is nothing to redact")
+        raise BadField(f"{before}redact", "needs bodies: without them there is nothing to redact")
     return config

@@ -8,10 +8,13 @@ from typing import Final
 
 import msgspec
 
+from serve_common.config.external_gates import ExternalGate, check_external_gates
 from serve_common.errors import BadField
+from serve_common.replay.differences import check_ignored_path
 from serve_common.values import check_between
 
 STEPS_MAX: Final = 20
+IGNORED_PATHS_MAX: Final = 50
 DEFAULT_STEPS: Final = ("5% 30s", "25% 30s", "50% 30s", "100%")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _STEP: Final = re.compile(
@@ -59,8 +62,25 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_latency_ratio: float = 1.5
     """A step passes once median and 99th percentile of the time to the end of a response have been shown to be less
     than this many times the baseline's."""
+    max_difference_increase: float | None = None
+    """In shadow steps, where responses to copies are compared with the one that the caller got: a step passes once the
+    share of different ones has been shown to exceed the baseline's by less than this, and the rollout is aborted once
+    it has been shown to exceed it by more. None: differences are shown, and judge nothing."""
+    ignored_paths: tuple[str, ...] = ()
+    """What is not compared: JSON paths, such as ``$.confidence``, with all below them, or ``status``, ``content-type``
+    or ``body``. At most 50."""
+    difference_tolerance: float = 1e-6
+    """Numbers in JSON are equal when they differ by at most this, absolutely or relative to the larger one; two
+    integers only when they are the same."""
+    replays_captures: bool = False
+    """Whether captured requests of the deployment's endpoints are sent to them again in shadow steps, ten a second,
+    until differences are shown to be few or many: where there is too little traffic. Only GET, HEAD and OPTIONS."""
+    replays_all_methods: bool = False
+    """Whether captured requests of other methods are sent again too: they then run once more in the old version."""
     max_replica_failures: int = 2
     """Replicas of the new version that may die or fall ill in the rollout, beyond as many of the baseline."""
+    gates: tuple[ExternalGate, ...] = ()
+    """What else must hold: queries, webhooks and NATS subjects that are asked at each step. At most 10."""
     false_abort_probability: float = 0.005
     """Probability, at most, that a version as good as the old one is aborted by its requests."""
     false_pass_probability: float = 0.05
@@ -109,11 +129,28 @@ def _parse_step(text: str, field: str) -> RolloutStep:
 
 def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> RolloutConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    parse_steps(config.steps, f"{field}.steps")
+    steps = parse_steps(config.steps, f"{field}.steps")
     check_between(config.max_error_increase, 0.0001, 0.5, f"{field}.max_error_increase")
     check_between(config.max_client_error_increase, 0.0001, 0.5, f"{field}.max_client_error_increase")
     check_between(config.max_latency_ratio, 1.1, 100, f"{field}.max_latency_ratio")
+    if config.max_difference_increase is not None:
+        check_between(config.max_difference_increase, 0.0001, 0.5, f"{field}.max_difference_increase")
+        if not steps[0].is_shadow:
+            raise BadField(
+                f"{field}.max_difference_increase",
+                "needs a shadow step: only responses to copies are compared",
+            )
+    if config.replays_captures and config.max_difference_increase is None:
+        raise BadField(f"{field}.replays_captures", "needs max_difference_increase, which says for how long")
+    if len(config.ignored_paths) > IGNORED_PATHS_MAX:
+        raise BadField(
+            f"{field}.ignored_paths", f"has {len(config.ignored_paths)} paths; at most {IGNORED_PATHS_MAX}"
+        )
+    for at, path in enumerate(config.ignored_paths):
+        check_ignored_path(path, f"{field}.ignored_paths[{at}]")
+    check_between(config.difference_tolerance, 0, 1, f"{field}.difference_tolerance")
     check_between(config.max_replica_failures, 0, 1000, f"{field}.max_replica_failures")
+    check_external_gates(config.gates, f"{field}.gates")
     check_between(config.false_abort_probability, 1e-9, 0.5, f"{field}.false_abort_probability")
     check_between(config.false_pass_probability, 1e-9, 0.5, f"{field}.false_pass_probability")
     check_between(config.deadline_s, 1, 90 * 86_400, f"{field}.deadline_s")

@@ -14,7 +14,7 @@ from typing import Final, Protocol, cast, final
 import structlog
 
 from serve_common.direct import tcp
-from serve_common.direct.link import ACCEPTED_TOKEN, DirectLink, machine_id
+from serve_common.direct.link import CONTROL_TOKEN, LEAVE, DirectLink, machine_id
 from serve_common.direct.listening import IDLE_S, LINKS_MAX, TICKET_BYTES
 from serve_common.errors import ServeError
 from serve_common.names import ReplicaTag
@@ -210,11 +210,16 @@ class DirectLinks:
         """Open a link that the replica has accepted. Raises OSError."""
         has_changed = asyncio.Event()
 
-        def take_frame(_link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
-            if token == ACCEPTED_TOKEN:
-                has_changed.set()
-            else:
+        def take_frame(link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
+            if token != CONTROL_TOKEN:
                 self._inbox.deliver(token.hex().encode(), cast("bytes", frame))
+            elif not frame:
+                has_changed.set()
+            elif frame == LEAVE and not link.has_parted:
+                link.has_parted = True
+                self._not_before[replica] = self._loop.time() + RETRY_S
+                link.send_frame(CONTROL_TOKEN, LEAVE)
+                ended(link)  # for requests; the replica ends it once it has read everything
 
         def ended(link: DirectLink) -> None:
             has_changed.set()
@@ -241,8 +246,8 @@ class DirectLinks:
         except BaseException:
             link.close()
             raise
-        if not link.is_open:
-            raise ConnectionError("the replica did not accept the ticket")
+        if not link.is_open or link.has_parted:
+            raise ConnectionError("the replica did not accept the ticket, or leaves")
         return link
 
     async def _open_transport(self, link: DirectLink, way: LinkHead) -> asyncio.Transport:

@@ -6,6 +6,8 @@ take either way, and receivers order them (`serve_common.protocol.streams`), so 
 On the wire a frame is ``size (4 bytes, big endian) + token (8 bytes) + frame``. The token is the last one of the
 request's reply subject, as raw bytes; the rest of that subject is the router's inbox, which both ends know. A
 router first sends its ticket, and uses the link once the replica has accepted that.
+A replica that leaves says so. Its router says the same after all that it has sent, and takes the bus from then on; so
+the replica ends the link once it has read and answered everything.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from serve_common.protocol.frames import (
 LARGE_BYTES_MIN: Final = 64 * 1024
 """Bodies of this size and more are worth a link."""
 TOKEN_BYTES: Final = 8
-ACCEPTED_TOKEN: Final = bytes(TOKEN_BYTES)
-"""Token of the empty frame by which a replica says that it has accepted the ticket: the first of each link."""
+CONTROL_TOKEN: Final = bytes(TOKEN_BYTES)
+"""Token of frames about the link itself. A replica's first frame is an empty one: it has accepted the ticket."""
+LEAVE: Final = b"leave"
+"""Frame with `CONTROL_TOKEN`: a replica asks its router to leave the link, and the router says that it has."""
 FRAME_BYTES_MAX: Final = 2 + HEAD_BYTES_MAX + FRAME_BODY_BYTES_MAX
 PENDING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Most bytes that wait to be written; a link whose peer reads so slowly is ended."""
@@ -106,6 +110,8 @@ class DirectLink(asyncio.BufferedProtocol):
         """When anything last came; initially, when it was made."""
         self.inbox = b""
         """At a replica: the inbox of the router at the other end, with its last dot; empty when the link has ended."""
+        self.has_parted = False
+        """True once both ends have left: the router sends nothing more over the link."""
         self.sent_frames = 0
         self.received_frames = 0
         self._loop = loop
@@ -157,6 +163,11 @@ class DirectLink(asyncio.BufferedProtocol):
     def pending_bytes(self) -> int:
         """Bytes of frames that the transport was not given yet; on any thread."""
         return self._added_bytes - self._written_bytes
+
+    @property
+    def is_written(self) -> bool:
+        """True when nothing waits to be written; on the loop's thread."""
+        return not (self.pending_bytes or (self._transport and self._transport.get_write_buffer_size()))
 
     # -- what asyncio calls --
 
@@ -323,6 +334,18 @@ class DirectLink(asyncio.BufferedProtocol):
             return self._add((token, (b"".join((start, body)),), size + _PREFIX_BYTES), is_alone=is_alone)
         return self._add((token, (start, body), size + _PREFIX_BYTES), is_alone=is_alone)
 
+    def leave(self) -> None:
+        """At a replica: ask the router to leave the link."""
+
+        def take(link: DirectLink, token: bytes, frame: Bytes, on_frame: OnFrame = self._on_frame) -> None:
+            if token != CONTROL_TOKEN:
+                on_frame(link, token, frame)
+            else:
+                self.has_parted = frame == LEAVE
+
+        self._on_frame = take
+        self.send_frame(CONTROL_TOKEN, LEAVE)
+
     def close(self) -> None:
         """End the link at once; what was not written is lost. May be called twice; on the loop's thread only."""
         if self._is_ended:
@@ -455,9 +478,9 @@ class DirectLink(asyncio.BufferedProtocol):
         queue = self._waiting.get(token)
         if queue is not None:
             queue.append(item)  # a request's frames stay in order
-        elif size <= _SMALL_BYTES_MAX:
+        elif size <= _SMALL_BYTES_MAX and token != CONTROL_TOKEN:
             self._urgent.append(item)
-        else:
+        else:  # the end of the link is behind the first frames of all requests
             self._waiting[token] = deque((item,))
 
     def _write_waiting(self) -> None:

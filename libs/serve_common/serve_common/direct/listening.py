@@ -22,7 +22,7 @@ from typing import Final, cast, final
 
 import structlog
 
-from serve_common.direct.link import ACCEPTED_TOKEN, DirectLink, OnFrame, machine_id
+from serve_common.direct.link import CONTROL_TOKEN, DirectLink, OnFrame, machine_id
 from serve_common.direct.tcp import TcpEndpoint, configure, create_server_identity, is_loopback, listen
 from serve_common.protocol.frames import LinkHead
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
@@ -40,6 +40,7 @@ LINKS_MAX: Final = 256
 IDLE_S: Final = 300.0
 """Seconds without a frame after which a link is ended."""
 _SWEEP_S: Final = 30.0
+_LEAVING_POLL_S: Final = 0.005
 _ACCEPT_RETRY_S: Final = 1.0
 """Seconds without accepting after that failed, as it does when the process has too many open files."""
 _DEAD_SOCKETS_MAX: Final = 1_000
@@ -138,10 +139,33 @@ class LinkListener:
         self._accepting = tasks.start(self._accept(server, context, tasks), "accept_links")
         _log.debug("direct_links_accepted", host=tcp.host, port=self._port)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Accept no more links, and end the open ones, each when its router has left it and everything is answered.
+
+        A link whose router does not leave it within ``timeout_s`` ends then.
+        """
+        await self._stop_listening()
+        self._links.clear()
+        for link in list(self._open):
+            link.leave()
+        deadline = self._loop.time() + timeout_s
+        while self._open and self._loop.time() < deadline:
+            await asyncio.sleep(_LEAVING_POLL_S)
+            for link in list(self._open):
+                if link.has_parted and link.is_written:
+                    link.close()
+        await self.close()
+
     async def close(self) -> None:
         """End everything."""
+        await self._stop_listening()
+        for link in list(self._open):
+            link.close()
+
+    async def _stop_listening(self) -> None:
         if self._server is not None:
             self._server.close()
+            self._server = None
         self._port = 0
         if self._accepting is not None:
             self._accepting.cancel()
@@ -153,8 +177,6 @@ class LinkListener:
             self._path.unlink(missing_ok=True)
         for arrival in list(self._unknown):
             arrival.refuse("the replica ends")
-        for link in list(self._open):
-            link.close()
 
     def offer(self, reply: bytes, machine: str) -> LinkHead:
         """Answer a `DialHead`, on any thread."""
@@ -320,7 +342,7 @@ class _Arrival(asyncio.Protocol):
         self._is_over = True
         link.connection_made(self.transport)
         self.transport.set_protocol(link)
-        link.send_frame(ACCEPTED_TOKEN, b"")
+        link.send_frame(CONTROL_TOKEN, b"")
         while rest:
             buffer = link.get_buffer(len(rest))
             part, rest = rest[: len(buffer)], rest[len(buffer) :]

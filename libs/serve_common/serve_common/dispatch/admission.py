@@ -94,6 +94,7 @@ class Endpoint:
         "allow",
         "backend_tags",
         "capture",
+        "comparisons",
         "is_copied",
         "is_ingress",
         "methods",
@@ -116,6 +117,12 @@ class Endpoint:
         self.shadows: Final[tuple[tuple[BackendTag, float], ...]] = tuple(
             (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
         )
+        self.comparisons: Final = {
+            tag: comparison
+            for comparison in snapshot.comparisons
+            for tag in (comparison.canary, comparison.baseline)
+        }
+        """By shadow, how its responses are compared; those of others are only dropped."""
         self.capture: Final = None if snapshot.capture is None else CaptureRule(snapshot.capture)
         """Which requests are captured; None captures nothing."""
         self.is_copied: Final = bool(self.shadows) or self.capture is not None

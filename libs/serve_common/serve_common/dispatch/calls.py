@@ -157,14 +157,15 @@ class Attempt:
     """One sending of a request to one replica."""
 
     __slots__ = (
-        "has_probed",
         "is_cancelled",
         "is_head_missing",
         "last_seen_at",
         "link",
+        "may_have_arrived",
         "outgoing",
         "probed_at",
         "probed_sent",
+        "probes",
         "replica",
         "reply",
         "response_link",
@@ -194,7 +195,7 @@ class Attempt:
         self.response_link: DirectLink | None = None
         """The way of the response's frames, and of what is said about them."""
         self.undelivered = 0
-        """Frames of the request that had no subscriber."""
+        """Frames, probes included, that had no subscriber."""
         self.sent_at = 0.0
         self.last_seen_at = 0.0
         """When the replica's last message came; initially, when the request was sent."""
@@ -205,15 +206,17 @@ class Attempt:
         """True when a part of the response has arrived before its head; a probe then asks for it."""
         self.is_cancelled = False
         """True when its replica was told that its response is not wanted."""
-        self.has_probed = False
-        """True when frames other than body pieces were sent, or a piece was taken: "no responders" no longer means that
-        the request never arrived."""
+        self.probes = 0
+        """Probes that were sent over the bus."""
+        self.may_have_arrived = False
+        """True when its replica has sent a frame, or frames took a link: then "no responders", however often, does not
+        mean that the request never arrived."""
 
     @property
     def has_arrived(self) -> bool:
         """False when all frames sent so far were undeliverable: then nothing was started."""
         sent_frames = 1 if self.outgoing is None else self.outgoing.sent
-        return self.has_probed or self.undelivered < sent_frames
+        return self.may_have_arrived or self.undelivered < sent_frames + self.probes
 
 
 @final

@@ -159,7 +159,9 @@ class Outgoing:
         is_alone: bool = False,
     ) -> None:
         """Send a frame over ``link``, or over the bus; raises as `DataPlaneBus.publish`."""
-        if link is None or not link.send(link_token(attempt.reply), head, body, is_alone=is_alone):
+        if link is not None and link.send(link_token(attempt.reply), head, body, is_alone=is_alone):
+            attempt.may_have_arrived = True
+        else:
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
     def _link_lost(self, link: DirectLink) -> None:
@@ -179,8 +181,8 @@ class Outgoing:
 
     def grant_credit(self, call: Call, credit: CreditHead) -> None:
         """Allow the replica more frames; a credit that is lost is part of the next probe."""
-        if call.attempt is not None and self._try_publish(call.attempt, credit):
-            call.attempt.has_probed = True
+        if call.attempt is not None:
+            self._try_publish(call.attempt, credit)
 
     def probe(self, call: Call, *, has_lost: bool = False) -> None:
         """Probe whether the call's replica still knows it, and tell it what has arrived of the response; ``has_lost``:
@@ -190,7 +192,6 @@ class Outgoing:
         if attempt is None:
             return
         now = attempt.probed_at = self._loop.time()
-        attempt.has_probed = True
         link = attempt.response_link or attempt.link
         if link is not None and now - max(link.last_received_at, attempt.sent_at) > _LINK_SILENT_S:
             link.close()  # its requests are probed over the bus
@@ -199,7 +200,8 @@ class Outgoing:
         received, limit = (0, 0) if incoming is None else (incoming.next_sequence, incoming.limit)
         attempt.probed_sent = _sent_frames(call)
         age_s = max(now - attempt.sent_at, _AGE_S_MIN)
-        self._try_publish(attempt, ProbeHead(age_s, received, limit, has_lost))
+        if self._try_publish(attempt, ProbeHead(age_s, received, limit, has_lost)):
+            attempt.probes += 1
 
     def cancel(self, call: Call) -> None:
         """Notify the call's replica that its response is no longer wanted."""
@@ -297,6 +299,7 @@ class ResponseReader:
             call.on_response(call, Response(head.status, head.headers, body, None))
             return
         attempt.last_seen_at = self._loop.time()
+        attempt.may_have_arrived = True
         self._take_other(call, attempt, head, body, is_direct=is_direct)
 
     def _take_other(
@@ -347,15 +350,12 @@ class ResponseReader:
         self._choose_response_link(call, is_direct=is_direct)
         self._prove_alive(call)
         if status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET:
-            attempt = call.attempt
             socket = call.response_reader = ReplicaSocket(
                 partial(self._send_frame, call),
                 partial(self._outgoing.grant_credit, call),
                 partial(self._registry.responded, call),
                 self._outgoing.retained,
             )
-            if attempt is not None:
-                attempt.has_probed = True
             call.on_response(call, Response(status, headers, body, None, socket))
             return
         call.response_reader = ResponseBody(body, partial(self._outgoing.grant_credit, call))
@@ -411,7 +411,6 @@ class ResponseReader:
         if isinstance(call.response_reader, ReplicaSocket):
             call.response_reader.allow(frames, limit)
             return
-        attempt.has_probed = True
         if attempt.outgoing is not None:
             attempt.outgoing.allow(frames, limit)
             self._send_pieces(call, attempt)

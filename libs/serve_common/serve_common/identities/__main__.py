@@ -78,6 +78,8 @@ def _accounts(prefix: str) -> Iterator[str]:
         yield "        permissions {"
         yield from _allowed("publish", rights.permissions.publish)
         yield from _allowed("subscribe", rights.permissions.subscribe)
+        if rights.permissions.response_s:
+            yield f'          allow_responses: {{ max: 1, expires: "{rights.permissions.response_s}s" }}'
         yield "        }"
         yield "      }"
     yield "    ]"

@@ -23,6 +23,8 @@ NAME: Final = "{{name()}}"
 CALLED_REPLICAS: Final = "{{tag(replicas)}}"
 """In a subject: expanded once for each tag ``replicas:…`` of the user's token."""
 CALLED_ENDPOINTS: Final = "{{tag(endpoints)}}"
+GATE_RESPONSE_S: Final = 10
+"""Seconds that a responder of a rollout's external gate has."""
 CONNECTIONS_MAX: Final = 4096
 """Connections of the server that nats.conf describes."""
 
@@ -54,10 +56,13 @@ class Permissions(msgspec.Struct, frozen=True):
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
+    response_s: int = 0
+    """Seconds in which one response may be published to the sender of a received message; 0: none may."""
 
     def as_claim(self) -> dict[str, Any]:
         """The claim in a JWT."""
-        return {"pub": {"allow": list(self.publish)}, "sub": {"allow": list(self.subscribe)}}
+        claim: dict[str, Any] = {"pub": {"allow": list(self.publish)}, "sub": {"allow": list(self.subscribe)}}
+        return {**claim, "resp": {"max": 1, "ttl": self.response_s * 10**9}} if self.response_s else claim
 
 
 class UserLimits(msgspec.Struct, frozen=True):
@@ -170,18 +175,20 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
     match role:
         case Role.CONTROLLER:
             # Decides: responds to commands, sends hosts their goals, alone writes the bucket and the events and
-            # manages their streams.
+            # manages their streams. Sends captured requests again for rollouts.
             return RoleRights(
                 account=AccountName.CONTROL,
                 permissions=Permissions(
                     publish=(
                         f"{prefix}.host.>",
+                        f"{prefix}.call.>",
                         f"{prefix}.leader",
                         f"{prefix}.event.>",
                         f"{prefix}.log.controller.>",
                         f"{prefix}.log.recalled.*.controller",
                         f"$KV.{bucket}.>",
                         f"{prefix}.code.>",
+                        f"{prefix}.gate.>",
                         "$JS.API.>",
                         "$JS.ACK.>",
                         "$JS.FC.>",
@@ -228,7 +235,8 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
             )
         case Role.ADMIN:
             # People and their tools: any NATS client, with NATS' default inbox or with _INBOX_admin. Receives events,
-            # also those that the stream still retains, and all log lines.
+            # also those that the stream still retains, and all log lines. Answers what rollouts ask: it may abort and
+            # promote them anyway.
             return RoleRights(
                 account=AccountName.CONTROL,
                 permissions=Permissions(
@@ -263,9 +271,11 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                         f"{prefix}.log.>",
                         f"{prefix}.report.>",
                         f"{prefix}.leader",
+                        f"{prefix}.gate.>",
                         "_INBOX.>",
                         "_INBOX_admin.>",
                     ),
+                    response_s=GATE_RESPONSE_S,
                 ),
                 limits=UserLimits(subscriptions=1024),
             )

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from serve_common.config.backend import LoggingConfig, ReplicaConfig
-from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.subjects import UNREADABLE, Address, Amount, Count, Label, Moment, Seconds, Text
 
 REPLICAS_MAX = 50_000
@@ -26,6 +26,7 @@ MISSING_CODE_MAX = 100
 """Digests of missing code in one report; the others follow."""
 _RESOURCES_MAX = 1_000
 _BUCKETS_MAX = 256
+EXAMPLES_MAX = 5
 JUDGED_MAX = 1_000
 """Backends whose request_counts are in one report."""
 
@@ -153,6 +154,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What became of the requests of one backend so far, as one router counted them."""
 
+    rollout_id: Annotated[GoalId, Meta(max_length=64)] = GoalId("")
+    """Goal of the rollout that they were counted for: the next one's canary and baseline have the same tags."""
     successes: Count = 0
     """Responses with a status below 400."""
     client_errors: Count = 0
@@ -162,6 +165,10 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     times: Annotated[dict[Count, Count], Meta(max_length=_BUCKETS_MAX)] = {}
     """Number of requests by the time until the end of their response, or until their client left, in the buckets of
     `routing.request_counts`; without failed ones and WebSockets."""
+    compared: Count = 0
+    """Responses to copies that were compared with what the caller got."""
+    different: Count = 0
+    """Those of them that differ beyond what is known to vary."""
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +199,11 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool = False
     """True when it drains and takes no new requests; goals no longer wait for it."""
     request_counts: Annotated[dict[BackendTag, RequestCounts], Meta(max_length=JUDGED_MAX)] = {}
-    """Counts of the backends whose snapshots say that they are judged, since this process knows them."""
+    """Counts of the backends whose snapshots name a rollout, since this process knows that."""
+    differences: Annotated[
+        dict[BackendTag, Annotated[list[Label], Meta(max_length=EXAMPLES_MAX)]], Meta(max_length=JUDGED_MAX)
+    ] = {}
+    """By canary, for people: where its responses differ, such as ``$.label: 3 instead of 8``."""
 
 
 class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,11 +21,25 @@ from serve_common.config.backend import (
     ReplicaPolicyName,
 )
 from serve_common.config.capture import CaptureConfig
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.protocol.subjects import Amount, Count
+from serve_common.names import BackendTag, EndpointTag, GoalId, ReplicaTag
+from serve_common.protocol.subjects import Amount, Count, Label
 
 _REPLICAS_MAX = 100_000
 _BACKENDS_MAX = 10_000
+_IGNORED_PATHS_MAX = 1_000
+
+
+class ShadowComparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Two shadows whose responses proxies compare with the caller's, in a shadow step of a rollout."""
+
+    own: BackendTag
+    """The deployment's own backend: only its responses to callers are compared with."""
+    canary: BackendTag
+    baseline: BackendTag
+    tolerance: Amount = 1e-6
+    """By how much numbers in JSON may differ, absolutely or relative to the larger one."""
+    ignored_paths: Annotated[list[Label], Meta(max_length=_IGNORED_PATHS_MAX)] = []
+    """What is not compared, as in `RolloutConfig`."""
 
 
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):
@@ -44,6 +58,8 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     """Whether it is the ingress of its application; handles find one without a route by it."""
     capture: CaptureConfig | None = None
     """Which of its requests proxies capture; None captures nothing."""
+    comparisons: Annotated[list[ShadowComparison], Meta(max_length=_BACKENDS_MAX)] = []
+    """Shadows whose responses are compared before they are dropped."""
 
 
 class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,10 +89,15 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     """It was scaled to zero: a router with waiting requests should send a `Wake`."""
     is_stopped: bool = False
     """It has no replicas and will get none before a user's change: requests are refused at once."""
-    is_judged: bool = False
-    """It takes part in a rollout: proxies report what becomes of its requests."""
+    rollout_id: Annotated[GoalId, Meta(max_length=64)] = GoalId("")
+    """Goal of the rollout that it takes part in: proxies report what becomes of its requests. Empty: in none."""
     code_versions: dict[ReplicaTag, Count] = {}
     """Code version of each replica while more than one runs; empty when all run the same one."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it takes part in a rollout."""
+        return bool(self.rollout_id)
 
 
 class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http", omit_defaults=True):

@@ -104,6 +104,10 @@ class Subjects:
         """Captured requests of all endpoints."""
         return f"{self.prefix}.capture.>"
 
+    def gate(self, responder: str) -> str:
+        """Where a rollout's external gate with this ``responder`` is asked."""
+        return f"{self.prefix}.gate.{responder}"
+
     @property
     def code_bucket(self) -> str:
         """Name of the stream that carries uploaded code to hosts."""

@@ -92,7 +92,7 @@ class ResponseComparator:
         self._tolerance = tolerance
         self._parts = frozenset(texts).intersection(PARTS)
         self._ignored: tuple[JsonPath, ...] = tuple(
-            _parse_ignored(text) for text in texts if text not in self._parts
+            path for text in texts if (path := check_ignored_path(text)) is not None
         )
 
     def compare(self, old: ReplayedResponse, new: ReplayedResponse) -> Differences:
@@ -184,11 +184,14 @@ def format_place(place: Place) -> str:
     return "".join(parts)
 
 
-def _parse_ignored(text: str) -> JsonPath:
+def check_ignored_path(text: str, field: str = "ignore") -> JsonPath | None:
+    """What a text leaves out of comparisons: a JSON path, or None for one of `PARTS`. Raises `BadField`."""
+    if text in PARTS:
+        return None
     try:
-        return parse_json_path(text, "ignore")
+        return parse_json_path(text, field)
     except BadField as error:
-        raise BadField("ignore", f"{error.reason}, or one of {', '.join(PARTS)}") from error
+        raise BadField(field, f"{error.reason}, or one of {', '.join(PARTS)}") from error
 
 
 def _media_type(content_type: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final, final
 
+from serve_common.names import GoalId
 from serve_common.protocol.reports import RequestCounts
 
 BUCKETS_PER_OCTAVE: Final = 8
@@ -32,14 +33,18 @@ def get_bucket_start_s(bucket: int) -> float:
 
 @final
 class RequestCounter:
-    """Running counts of one backend in this process."""
+    """Running counts of one backend in this process, for one rollout."""
 
-    __slots__ = ("_buckets", "client_errors", "errors", "successes")
+    __slots__ = ("_buckets", "client_errors", "compared", "different", "errors", "rollout_id", "successes")
 
-    def __init__(self) -> None:
+    def __init__(self, rollout_id: GoalId) -> None:
+        self.rollout_id = rollout_id
         self.successes = 0
         self.client_errors = 0
         self.errors = 0
+        self.compared = 0
+        """Responses to copies that were compared; maintained by `dispatch.response_comparisons`."""
+        self.different = 0
         self._buckets: dict[int, int] = {}
 
     def add(self, status: int, seconds: float | None) -> None:
@@ -65,8 +70,22 @@ class RequestCounter:
     def report(self) -> RequestCounts:
         """The counts as they are reported."""
         return RequestCounts(
+            rollout_id=self.rollout_id,
             successes=self.successes,
             client_errors=self.client_errors,
             errors=self.errors,
             times=dict(self._buckets),
+            compared=self.compared,
+            different=self.different,
         )
+
+
+def renewed_counter(known: RequestCounter | None, rollout_id: GoalId) -> RequestCounter | None:
+    """The counter for a rollout: ``known``, or a new one for another rollout; None for none (an empty id).
+
+    Requests that began before keep the former counter, which nobody reports any more.
+    """
+    if not rollout_id:
+        return None
+    is_same = known is not None and known.rollout_id == rollout_id
+    return known if is_same else RequestCounter(rollout_id)

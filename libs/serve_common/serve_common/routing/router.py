@@ -38,7 +38,7 @@ from serve_common.routing.replica_choice import (
     choose_by_affinity,
 )
 from serve_common.routing.replica_pool import ReplicaPool
-from serve_common.routing.request_counts import RequestCounter
+from serve_common.routing.request_counts import RequestCounter, renewed_counter
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()
@@ -352,7 +352,7 @@ class Router:
                 died += requests
         self._set_scaled_to_zero(is_scaled_to_zero=snapshot.can_wake and not snapshot.replicas)
         self.is_stopped = snapshot.is_stopped and not snapshot.replicas
-        self.request_counts = (self.request_counts or RequestCounter()) if snapshot.is_judged else None
+        self.request_counts = renewed_counter(self.request_counts, snapshot.rollout_id)
         are_others_left = not known.isdisjoint(self.pool.replicas)
         unanswered = [request for slots in leaving for request in sorted(slots.requests)]
         return Applied(self._dispatch_waiting(), lost, frozenset(died), unanswered, are_others_left)

@@ -19,6 +19,8 @@ from serve_common.telemetry.catalogue.rollouts import (
     ROLLOUT_STEP_SECONDS,
     ROLLOUT_STEPS,
 )
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.rollouts.external import external_results
 from serve_controller.core.rollouts.judge import GateStatus, alpha_of_step, results
 from serve_controller.core.rollouts.record import Rollout, RolloutState
 from serve_controller.shell.control_loop import Term
@@ -43,7 +45,8 @@ class RolloutCollector(Collector):
             return
         rollouts = list(term.checkpoint.rollouts.values())
         yield from _steps([rollout for rollout in rollouts if rollout.is_active], self._now())
-        yield from _gates([rollout for rollout in rollouts if rollout.judged_step is not None])
+        judged = [rollout for rollout in rollouts if rollout.judged_step is not None]
+        yield from _gates(judged, term.observed, self._now())
         yield build_family(
             ROLLOUT_DECIDED,
             (
@@ -68,7 +71,7 @@ def _steps(rollouts: Iterable[Rollout], now: float) -> Iterable[Metric]:
     return step, steps, share, seconds, paused
 
 
-def _gates(rollouts: Iterable[Rollout]) -> Iterable[Metric]:
+def _gates(rollouts: Iterable[Rollout], observed: ObservedState, now: float) -> Iterable[Metric]:
     gate, compared, bad = (
         build_family(ROLLOUT_GATE),
         build_family(ROLLOUT_COMPARED),
@@ -87,4 +90,7 @@ def _gates(rollouts: Iterable[Rollout]) -> Iterable[Metric]:
             ):
                 compared.add_metric([*name, version], requests)
                 bad.add_metric([*name, version], failed)
+        for external in external_results(rollout, observed, now):
+            for status in GateStatus:
+                gate.add_metric([rollout.backend_tag, external.name, status.value], status is external.status)
     return gate, compared, bad

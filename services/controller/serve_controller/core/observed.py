@@ -6,15 +6,16 @@ Why folding is pure: a late or duplicate report must not undo a newer one, and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from math import inf
+from typing import TypeAlias
 
 import msgspec
 from immutables import Map
 
 from serve_common.errors import BadField, LimitReached
-from serve_common.names import HostId, ProxyId, ReplicaTag
+from serve_common.names import GoalId, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
 from serve_controller.core.host_load import in_units
 
@@ -71,6 +72,24 @@ class ProxyObserved(msgspec.Struct, frozen=True, kw_only=True):
     last_seen_at: float
 
 
+GateKey: TypeAlias = tuple[GoalId, str]
+"""The goal of a rollout, and the name of one of its external gates."""
+
+
+class GateSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What an external gate last answered."""
+
+    in_force_at: float
+    """When the step began that it is of; what was answered before says nothing of it."""
+    at: float
+    passed: bool | None
+    """None: there was no answer."""
+    failures: int = 0
+    """Bad answers in a row."""
+    text: str = ""
+    """Why, for people."""
+
+
 class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything observed by this leader."""
 
@@ -82,6 +101,8 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     bus. Silence counts up to here, so a hanging bus makes no process silent. Infinite where nothing can be late."""
     hosts: Map[HostId, HostObserved] = Map()
     proxies: Map[ProxyId, ProxyObserved] = Map()
+    gates: Map[GateKey, GateSample] = Map()
+    """The last answers of rollouts' external gates."""
     bucket: Map[str, int] | None = None
     """Snapshot id of each key that the bucket holds; None while it is not known."""
 
@@ -207,6 +228,17 @@ def observe_sent(
 def observe_bucket(observed: ObservedState, bucket: Map[str, int] | None) -> ObservedState:
     """Record the content of the bucket."""
     return msgspec.structs.replace(observed, bucket=bucket)
+
+
+def observe_gates(
+    observed: ObservedState, samples: Mapping[GateKey, GateSample], current: Collection[GateKey]
+) -> ObservedState:
+    """Fold in new answers, and drop those of gates that are not among ``current``."""
+    gates = observed.gates
+    for key in [key for key in gates if key not in current]:
+        gates = gates.delete(key)
+    gates = gates.update({key: sample for key, sample in samples.items() if key in current})
+    return msgspec.structs.replace(observed, gates=gates)
 
 
 def drop_silent(observed: ObservedState, now: float) -> ObservedState:

@@ -15,12 +15,13 @@ import msgspec
 from serve_common.config.backend import BackendConfig
 from serve_common.config.capture import CaptureConfig
 from serve_common.errors import Conflict
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.names import BackendTag, EndpointTag, GoalId, ReplicaTag
 from serve_common.protocol.snapshots import (
     BackendProtection,
     BackendSnapshot,
     EndpointSnapshot,
     HttpSnapshot,
+    ShadowComparison,
     Snapshot,
     SnapshotContent,
 )
@@ -36,7 +37,7 @@ from serve_controller.core.objects import (
     ReplicaState,
     SnapshotRecord,
 )
-from serve_controller.core.rollouts.record import Rollout, rolled_out, split_traffic
+from serve_controller.core.rollouts.record import Rollout, get_comparisons, rolled_out, split_traffic
 from serve_controller.core.transitions import DRAINING, ROUTED
 
 NO_ROLLOUTS: Final[Mapping[BackendTag, Rollout]] = MappingProxyType({})
@@ -116,6 +117,7 @@ def _put_route(draft: Draft, tag: EndpointTag, route: str | None) -> None:
 CODE_VERSIONS_MAX = 5_000
 """Most replicas whose code versions are published: with more, tags and versions could exceed one value of the bucket.
 Routers then use any replica, as they do where one version runs."""
+NO_ROLLOUT: Final = GoalId("")
 TOMBSTONES_MAX = 1000
 """Most tombstones that are retained, so that a late value cannot revive a deleted name."""
 
@@ -133,8 +135,9 @@ def derive_endpoint(
     capture: CaptureConfig | None = None,
 ) -> EndpointSnapshot:
     """The snapshot of an endpoint; ``rollouts`` are those of its backends, ``capture`` says what is captured."""
-    traffic, shadows = endpoint.target.traffic, endpoint.target.shadows
+    traffic, shadows, comparisons = endpoint.target.traffic, endpoint.target.shadows, list[ShadowComparison]()
     if rollouts:
+        comparisons = get_comparisons(traffic, rollouts)
         traffic, shadows = split_traffic(traffic, shadows, rollouts)
     return EndpointSnapshot(
         endpoint_tag=endpoint.endpoint_tag,
@@ -145,11 +148,14 @@ def derive_endpoint(
         options=_OPTIONS if endpoint.target.options == _OPTIONS else endpoint.target.options,
         is_ingress=endpoint.target.is_ingress,
         capture=capture,
+        comparisons=comparisons,
     )
 
 
-def derive_backend(backend: Backend, replicas: list[Replica], *, is_judged: bool = False) -> BackendSnapshot:
-    """The snapshot of a backend; ``is_judged`` while it takes part in a rollout."""
+def derive_backend(
+    backend: Backend, replicas: list[Replica], *, rollout_id: GoalId = NO_ROLLOUT
+) -> BackendSnapshot:
+    """The snapshot of a backend; ``rollout_id`` is the goal of the rollout that it takes part in."""
 
     def tags(states: frozenset[ReplicaState]) -> list[ReplicaTag]:
         return sorted(r.replica_tag for r in replicas if r.state in states)
@@ -165,7 +171,7 @@ def derive_backend(backend: Backend, replicas: list[Replica], *, is_judged: bool
         can_wake=backend.autoscaling is not None and backend.num_wanted == 0,
         is_stopped=backend.halted
         or (backend.autoscaling is None and config.num_replicas == 0 and not backend.deleting),
-        is_judged=is_judged,
+        rollout_id=rollout_id,
         code_versions=_code_versions([r for r in replicas if r.state in ROUTED]),
     )
 
@@ -213,8 +219,9 @@ def _backend_content(draft: Checkpoint, tag: BackendTag) -> BackendSnapshot | No
     backend = draft.backends.get(tag)
     if backend is None:
         return None
-    is_judged = bool(draft.active_rollouts) and rolled_out(tag) in draft.active_rollouts
-    return derive_backend(backend, list(draft.get_replicas(tag).values()), is_judged=is_judged)
+    judged = rolled_out(tag) if draft.active_rollouts else tag
+    rollout_id = draft.rollouts[judged].goal_id if judged in draft.active_rollouts else NO_ROLLOUT
+    return derive_backend(backend, list(draft.get_replicas(tag).values()), rollout_id=rollout_id)
 
 
 def _endpoint_content(draft: Checkpoint, tag: EndpointTag) -> EndpointSnapshot | None:

@@ -27,7 +27,7 @@ from serve_controller.core.commands.changes import Accepted
 from serve_controller.core.dirty_set import EVERYTHING, DirtySet, dirty_by_changes
 from serve_controller.core.events import audit_event, get_events
 from serve_controller.core.objects import Goal, ObjectChanges
-from serve_controller.core.observed import ObservedState
+from serve_controller.core.observed import GateKey, GateSample, ObservedState
 from serve_controller.core.reconcile import (
     Action,
     PublishSnapshot,
@@ -49,6 +49,7 @@ from serve_controller.core.scaling import scaling_events
 from serve_controller.ports import ControllerBus, HistoryEntry, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
 from serve_controller.shell.observations import EventLog, TermObservations
+from serve_controller.shell.rollout_traces import trace_rollouts
 
 _log = structlog.get_logger()
 
@@ -162,6 +163,11 @@ class Term:
     def on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Fold in entries of the bucket, or with ``whole`` its whole content."""
         self._observations.on_bucket_entries(entries, whole=whole)
+        self.on_change()
+
+    def on_gate_sample(self, key: GateKey, sample: GateSample) -> None:
+        """An external gate of a rollout was asked: the next plan goes by what came of it."""
+        self._observations.on_gate_sample(self.checkpoint, key, sample)
         self.on_change()
 
     def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
@@ -315,6 +321,7 @@ class Term:
         )
         self.checkpoint = after
         self._is_checkpoint_certain = True
+        trace_rollouts(before, changes)
         self.notify([*first_events, *get_events(before, after, changes, self._clock.now())])
         goals = [value for value in changes.puts if isinstance(value, Goal)]
         self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)

@@ -26,6 +26,8 @@ from serve_controller.core.dirty_set import (
 from serve_controller.core.events import GOAL, conflict_event, goal_event, goal_progress
 from serve_controller.core.objects import HostRecord, ProxyRecord
 from serve_controller.core.observed import (
+    GateKey,
+    GateSample,
     HostObserved,
     IdentityTaken,
     ObservedState,
@@ -35,6 +37,7 @@ from serve_controller.core.observed import (
     is_same_incarnation,
     observe_break,
     observe_bucket,
+    observe_gates,
     observe_host,
     observe_proxy,
     observe_round_trip,
@@ -146,6 +149,12 @@ class TermObservations:
     def on_report(self, report: HostReport | ProxyReport, now: float) -> None:
         """Queue a report; `fold` folds it in."""
         self._inbox.append((now, report))
+
+    def on_gate_sample(self, checkpoint: Checkpoint, key: GateKey, sample: GateSample) -> None:
+        """Fold in what came of asking an external gate; those of rollouts that have ended are forgotten."""
+        rollouts = (checkpoint.rollouts[tag] for tag in checkpoint.active_rollouts)
+        current = {(rollout.goal_id, gate.name) for rollout in rollouts for gate in rollout.config.gates}
+        self.observed = observe_gates(self.observed, {key: sample}, current)
 
     def on_bus_break(self, since: float | None) -> None:
         """The bus became unavailable (None) or available again at ``since``."""

@@ -117,7 +117,7 @@ class QueryApi:
             case q.GetAutoscaling():
                 return backends.view_autoscaling(checkpoint, term.autoscaling, now, query)
             case q.GetRollouts():
-                return rollouts.view_rollouts(checkpoint, query)
+                return rollouts.view_rollouts(checkpoint, term.observed, now, query)
             case q.GetCaptures():
                 return deployments.view_captures(checkpoint, query)
             case q.GetLoad():

@@ -19,12 +19,20 @@ from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport,
 from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.restored import NO_CLAIMS
-from serve_controller.ports import ControllerBus, LoadSource, PolicyRunner, ReplicaEvaluator, Store
+from serve_controller.ports import (
+    ControllerBus,
+    GateSource,
+    LoadSource,
+    PolicyRunner,
+    ReplicaEvaluator,
+    Store,
+)
 from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
 from serve_controller.shell.code_store import TRIM_EVERY_S, CodeStore, named_code
 from serve_controller.shell.control_loop import Term
+from serve_controller.shell.external_gates import GateSampler
 from serve_controller.shell.leadership import PING_EVERY_S, PING_TIMEOUT_S, BusLiveness, Leadership
 from serve_controller.shell.observations import EVENTS_MAX
 from serve_controller.shell.program_policies import ProgramPolicies
@@ -62,8 +70,10 @@ class ControllerService:
         telemetry: Telemetry,
         scaling: ScalingParts | None = None,
         code: CodeStore | None = None,
+        gates: GateSource | None = None,
     ) -> None:
-        """``scaling`` None disables autoscaling in this controller, ``code`` None uploads of code."""
+        """None disables in this controller: ``scaling`` autoscaling, ``code`` uploads of code, ``gates`` what rollouts
+        ask outside (those that need it stay where they are)."""
         self.term: Term | None = None
         self.autoscaler: Autoscaler | None = None
         """The autoscaler of the current term; None while there is none."""
@@ -76,6 +86,7 @@ class ControllerService:
             code=code,
         )
         self._code = code
+        self._gates = gates
         self._missing_code: set[str] = set()
         """Code that hosts did not find in the bucket."""
         self._code_missed = asyncio.Event()
@@ -198,6 +209,8 @@ class ControllerService:
             background.start(self._load_events(term), name="recall_events")
             if self._code is not None:
                 background.start(self._supply_code(self._code, term), name="supply_code")
+            if self._gates is not None:
+                background.start(GateSampler(term, self._gates, self._clock).run(), name="external_gates")
             if self._scaling is not None:
                 programs = None
                 if self._scaling.replicas is not None and self._code is not None:

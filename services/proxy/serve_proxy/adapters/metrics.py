@@ -30,6 +30,7 @@ from serve_common.telemetry.catalogue.proxies import (
     BODY_BYTES,
     CAPTURED_REQUESTS,
     CIRCUIT_OPEN,
+    COMPARED_RESPONSES,
     CONNECTIONS,
     DIRECT_DIALS,
     DIRECT_FRAMES,
@@ -153,6 +154,7 @@ class RoutesCollector(Collector):
         yield build_family(QUEUE_DEPTH, [([tag], router.queue_depth) for tag, router in routers])
         yield build_family(IN_FLIGHT, [([tag], router.in_flight) for tag, router in routers])
         yield from _protection_families(routers)
+        yield _compared_family(routers)
 
     def _get_queued_seconds(self, routers: _Routers) -> list[tuple[list[BackendTag], float]]:
         """Queued seconds by backend; never less than exported before.
@@ -193,6 +195,16 @@ def _protection_families(routers: _Routers) -> Iterable[Metric]:
         refusals.add_metric([tag, "stopped"], router.stopped_refusals)
         refusals.add_metric([tag, "deaths"], router.lost_twice)
     yield refusals
+
+
+def _compared_family(routers: _Routers) -> Metric:
+    compared = build_family(COMPARED_RESPONSES)
+    for tag, router in routers:
+        counts = router.request_counts
+        if counts is not None and counts.compared:
+            compared.add_metric([tag, "different"], counts.different)
+            compared.add_metric([tag, "same"], counts.compared - counts.different)
+    return compared
 
 
 def _shadow_family(all_stats: Iterable[tuple[str, RequestStats]]) -> Metric:

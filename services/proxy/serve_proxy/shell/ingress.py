@@ -15,6 +15,7 @@ from serve_common.dispatch.admission import Endpoint, admit, admit_call
 from serve_common.dispatch.calls import Call, DataPlaneBus, RequestSpec, Response
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.request_body import UploadMemory
+from serve_common.dispatch.response_comparisons import PendingComparison
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BadField, BusUnavailable, ServeError
@@ -36,6 +37,10 @@ def request_ids(random_bits: Callable[[int], int]) -> Callable[[], str]:
         return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
     return new_request_id
+
+
+OnResponse = Callable[[Call, Response], None]
+OnError = Callable[[Call, ServeError], None]
 
 
 @final
@@ -128,11 +133,19 @@ class Ingress:
         """Dispatch ``spec`` and copies to the endpoint's shadows; wait for the response. Raises `ServeError`."""
         if not spec.endpoint.is_copied:
             return await self._dispatcher.send(spec)
-        sampled = self._copy(spec)
-        if sampled is None:
-            return await self._dispatcher.send(spec)
-        call, response = await self._dispatcher.send(msgspec.structs.replace(spec, trace=sampled))
-        self._captures.add(sampled, response)
+        pending, sampled = self._copy(spec)
+        if sampled is not None:
+            spec = msgspec.structs.replace(spec, trace=sampled)
+        try:
+            call, response = await self._dispatcher.send(spec)
+        except BaseException:
+            if pending is not None:
+                pending.drop()
+            raise
+        if pending is not None:
+            pending.add_response(call, response)
+        if sampled is not None:
+            self._captures.add(sampled, response)
         return call, response
 
     def start(
@@ -143,29 +156,25 @@ class Ingress:
     ) -> Call:
         """Dispatch ``spec`` and copies to the endpoint's shadows; the outcome is passed to a callback."""
         if spec.endpoint.is_copied:
-            sampled = self._copy(spec)
+            pending, sampled = self._copy(spec)
             if sampled is not None:
-                return self._start_sampled(sampled, on_response, on_error)
+                spec = msgspec.structs.replace(spec, trace=sampled)
+                on_response = self._capturing(sampled, on_response)
+            if pending is not None:
+                on_response, on_error = _comparing(pending, on_response, on_error)
         return self._dispatcher.start(spec, on_response, on_error)
 
-    def _copy(self, spec: RequestSpec) -> SampledRequest | None:
-        """Send copies to shadows, and decide whether the request is captured."""
-        if spec.endpoint.shadows:
-            self._shadows.copy(spec)
-        return self._captures.sample(spec)
+    def _copy(self, spec: RequestSpec) -> tuple[PendingComparison | None, SampledRequest | None]:
+        """Send copies to shadows, and decide whether their responses are compared, and the request is captured."""
+        pending = self._shadows.copy(spec) if spec.endpoint.shadows else None
+        return pending, self._captures.sample(spec)
 
-    def _start_sampled(
-        self,
-        sampled: SampledRequest,
-        on_response: Callable[[Call, Response], None],
-        on_error: Callable[[Call, ServeError], None],
-    ) -> Call:
+    def _capturing(self, sampled: SampledRequest, on_response: OnResponse) -> OnResponse:
         def capture(call: Call, response: Response) -> None:
             on_response(call, response)
             self._captures.add(sampled, response)
 
-        spec = msgspec.structs.replace(sampled.spec, trace=sampled)
-        return self._dispatcher.start(spec, capture, on_error)
+        return capture
 
     def abandon(self, call: Call) -> None:
         """Cancel the call; does nothing when it has ended."""
@@ -176,6 +185,22 @@ class Ingress:
             self.is_open = True
             self._opened.set()
         self._on_applied()
+
+
+def _comparing(
+    pending: PendingComparison, on_response: OnResponse, on_error: OnError
+) -> tuple[OnResponse, OnError]:
+    """The same callbacks, which end the comparison as well, after the caller has what it gets."""
+
+    def responded(call: Call, response: Response) -> None:
+        on_response(call, response)
+        pending.add_response(call, response)
+
+    def failed(call: Call, error: ServeError) -> None:
+        pending.drop()
+        on_error(call, error)
+
+    return responded, failed
 
 
 _log = structlog.get_logger(__name__)

@@ -48,11 +48,13 @@ class Reports:
         http_refusal: Callable[[], tuple[str, int]],
         metrics_url: Callable[[], str],
         request_counts: Callable[[], Mapping[BackendTag, RequestCounts]],
+        differences: Callable[[], dict[BackendTag, list[str]]] = dict,
     ) -> None:
         """``started_at`` is when this process started, in seconds since 1970; ``incarnation`` a random id of it.
 
         ``http_refusal`` returns why the newest HTTP options are not in force, and their snapshot id; ``metrics_url``
-        the URL where this proxy is scraped, empty while unknown; ``request_counts`` what it counts of judged backends.
+        the URL where this proxy is scraped, empty while unknown; ``request_counts`` what it counts of judged backends,
+        ``differences`` where responses of canaries differ.
         """
         self.address = ""
         """Address on which the proxy listens; set once it does."""
@@ -64,6 +66,7 @@ class Reports:
         self._http_refusal = http_refusal
         self._metrics_url = metrics_url
         self._request_counts = request_counts
+        self._differences = differences
         self._sequence = 0
         self._is_leaving = False
         self._wake = asyncio.Event()
@@ -106,6 +109,7 @@ class Reports:
             metrics_url=self._metrics_url(),
             leaving=self._is_leaving,
             request_counts=request_counts,
+            differences=self._differences() if request_counts else {},
         )
         try:
             await self._send_report(report)

@@ -84,6 +84,10 @@ _SHUTDOWN_TIMEOUT_S: Final = 10.0
 """Maximum seconds of an ASGI application's shutdown; after that it is cancelled."""
 _CONNECT_TIMEOUT_S: Final = 30.0
 _FLUSH_TIMEOUT_S: Final = 2.0
+_LINKS_TIMEOUT_S: Final = 5.0
+"""Seconds in which routers must leave the links of a drained replica; those that hang are cut off."""
+_UNSUBSCRIBE_TIMEOUT_S: Final = 10.0
+"""Seconds until NATS must have delivered what it has for a drained replica: what is given up is lost."""
 _RETRY_S: Final = 0.1
 _STOP_TIMEOUT_S: Final = 1.0
 _PROBE_WAIT_MAX_S: Final = 12.0
@@ -357,16 +361,17 @@ class ReplicaProcess:
     async def _drain(self, bus_io: ReplicaIO) -> None:
         await bus_io.drain()
         await asyncio.wrap_future(self._user.submit(bus_io.user_executor.wait_idle()))
+        # Links before the bus: the router of a request that is lost with a link probes for it there.
+        await bus_io.drain_links(_LINKS_TIMEOUT_S)
         # Responses sent while the bus was disconnected were lost; routers are about to probe for them.
         deadline = time.monotonic() + _PROBE_WAIT_MAX_S
         while (left_s := bus_io.seconds_until_probed()) > 0 and time.monotonic() < deadline:  # noqa: ASYNC110 - it polls the time
             await asyncio.sleep(min(left_s, _POLL_S))
         if self._subscription is not None:
             # Requests that are already delivered are still refused, so that their routers retry elsewhere.
-            await self._subscription.drain(_FLUSH_TIMEOUT_S)
+            await self._subscription.drain(_UNSUBSCRIBE_TIMEOUT_S)
         if self._logs is not None:
             await self._logs.part()
-        await bus_io.close_links()
         if self._connection is not None:
             await self._connection.close()
         if self._tasks is not None:

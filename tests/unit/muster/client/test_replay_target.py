@@ -13,7 +13,6 @@ from muster.client.admin import Caller
 from muster.client.replay_target import (
     VersionTarget,
     build_headers,
-    can_replay,
     find_endpoint,
     find_target,
     get_main_backend,
@@ -26,6 +25,7 @@ from serve_common.errors import BadField, NotFound, TransientError
 from serve_common.names import BackendTag
 from serve_common.protocol.captures import BodyState, CapturedMessage, CapturedPair
 from serve_common.protocol.subjects import Subjects
+from serve_common.replay.captured_requests import can_replay
 from serve_common.replay.differences import ReplayedResponse
 
 A, B, C = (BackendTag(f"default/{name}") for name in "abc")

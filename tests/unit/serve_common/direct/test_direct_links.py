@@ -17,7 +17,7 @@ import pytest
 from serve_common.direct import listening
 from serve_common.direct.dialing import BUSY_REQUESTS, DirectLinks
 from serve_common.direct.link import (
-    ACCEPTED_TOKEN,
+    CONTROL_TOKEN,
     FRAME_BYTES_MAX,
     PENDING_BYTES_MAX,
     DirectLink,
@@ -249,7 +249,7 @@ async def test_a_ticket_is_good_once_and_for_seconds(world: World, monkeypatch) 
         await asyncio.sleep(0.02)
     for reader, _ in pairs[1:]:
         assert await read_to_end(reader) == b""
-    assert await pairs[0][0].readexactly(12) == (0).to_bytes(4, "big") + ACCEPTED_TOKEN
+    assert await pairs[0][0].readexactly(12) == (0).to_bytes(4, "big") + CONTROL_TOKEN
     assert world.listener.open_links == 1
     for _, writer in pairs:
         writer.close()
@@ -438,3 +438,49 @@ async def test_a_link_that_only_receives_is_in_use(world: World) -> None:
     assert link.send_frame(b"%08d" % 1, b"one")
     await eventually(lambda: world.taken)
     assert world.other_end.last_used_at > 0.0
+
+
+@with_links
+async def test_a_replica_that_leaves_reads_and_answers_all_that_its_router_has_sent(world: World) -> None:
+    link = await world.dial()
+    end = world.other_end
+    sizes = [10, 100_000, 10, FRAME_BODY_BYTES_MAX, 20] * 4
+    for number, size in enumerate(sizes):
+        assert link.send(b"%08d" % number, *frame_of(size))
+    await world.listener.drain(30)
+    assert {token for _, token, _ in world.taken} >= {b"%08d" % number for number in range(len(sizes))}
+    assert (link.has_parted, end.has_parted, world.ended) == (True, True, [end])
+    assert world.links.open_links == 0
+    assert world.lost == [link], "its requests take the bus"
+    await eventually(lambda: not link.is_open)
+    assert world.lost == [link]
+    assert world.links.for_request(REPLICA, SUBJECT, is_large=True) is None
+    assert world.dialled == [SUBJECT], "a replica that leaves is not dialled again"
+
+
+@with_links
+async def test_a_link_whose_router_hangs_is_ended_in_the_end(world: World) -> None:
+    link = await world.dial()
+    end = world.other_end
+    assert link._transport is not None
+    link._transport.pause_reading()
+    await world.listener.drain(0.2)
+    assert (world.ended, end.has_parted) == ([end], False)
+    link._transport.resume_reading()
+    await eventually(lambda: world.lost == [link])
+
+
+@with_links
+async def test_a_replica_that_leaves_accepts_no_more_links(world: World) -> None:
+    ticket = world.listener.offer(INBOX + b"0" * 16, MACHINE).ticket
+    _, writer = await world.connect()
+    await eventually(lambda: world.listener._unknown)
+    await world.listener.drain(30)
+    assert world.listener.offer(INBOX + b"0" * 16, MACHINE) == LinkHead()
+    with contextlib.suppress(ConnectionError):
+        writer.write(ticket)
+        await writer.drain()
+    assert world.listener.open_links == 0
+    with pytest.raises((FileNotFoundError, ConnectionRefusedError)):
+        await world.connect()
+    writer.close()

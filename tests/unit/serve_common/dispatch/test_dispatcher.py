@@ -87,6 +87,40 @@ async def test_no_responders_at_first_means_that_nothing_began(world: World) -> 
     await task
 
 
+async def test_a_request_that_was_probed_before_it_was_known_that_it_had_no_responders_never_began(
+    world: World,
+) -> None:
+    """As when this process or the server stood still for a second, while the replica left."""
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    replica, reply, _, _ = world.take(RequestHead)
+    world.look(PROBE_AFTER_S + 0.5)
+    assert world.take(ProbeHead)[1] == reply
+    world.no_responders(reply)
+    assert not world.bus.sent, "that may be of the probe"
+    world.no_responders(reply)
+    other, reply, _, _ = world.take(RequestHead)
+    assert other != replica
+    world.ok(reply)
+    await task
+
+
+async def test_a_request_whose_replica_was_alive_once_has_arrived_though_it_has_no_responders_since(
+    world: World,
+) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    world.look(PROBE_AFTER_S + 0.5)
+    world.take(ProbeHead)
+    world.answer(reply, AliveHead())
+    for _ in range(3):
+        world.no_responders(reply)
+    assert not world.bus.sent
+    world.put(R1)
+    assert isinstance(await failure(task), ReplicaDied)
+
+
 async def test_without_any_replica_a_request_waits_for_one(world: World) -> None:
     task = await world.ask(repeatable=False)
     world.no_responders(world.take(RequestHead)[1])

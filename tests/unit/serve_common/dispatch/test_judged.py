@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from serve_common.errors import ServeError
+from serve_common.names import GoalId
 from serve_common.protocol.frames import ErrorHead, RequestHead, ResponseHead
 from serve_common.protocol.reports import RequestCounts
 from serve_common.protocol.snapshots import BackendSnapshot
@@ -27,14 +28,17 @@ async def world():
         yield world
 
 
-def put(world: World, *, is_judged: bool = True) -> None:
+FIRST, SECOND, NONE = GoalId("g1"), GoalId("g2"), GoalId("")
+
+
+def put(world: World, rollout_id: GoalId = FIRST) -> None:
     content = BackendSnapshot(
         backend_tag=BACKEND,
         replicas=[R0],
         draining=[],
         max_concurrent_queries=4,
         max_queued_requests=0,
-        is_judged=is_judged,
+        rollout_id=rollout_id,
     )
     world._publish(backend_key(BACKEND), content)
 
@@ -57,7 +61,11 @@ async def test_answers_count_by_status_and_time(world: World) -> None:
     await answered(world, 404, 0.2)
     await answered(world, 500, 0.3)
     assert counts(world) == RequestCounts(
-        successes=2, client_errors=1, errors=1, times={get_bucket(0.1): 2, get_bucket(0.2): 1}
+        rollout_id=FIRST,
+        successes=2,
+        client_errors=1,
+        errors=1,
+        times={get_bucket(0.1): 2, get_bucket(0.2): 1},
     )
 
 
@@ -91,12 +99,12 @@ async def test_a_client_that_leaves_has_measured_how_long_it_took(world: World) 
     task.cancel()
     await asyncio.wait([task])
     world.bus.sent.clear()
-    assert counts(world) == RequestCounts(times={get_bucket(5.0): 1})
+    assert counts(world) == RequestCounts(rollout_id=FIRST, times={get_bucket(5.0): 1})
 
 
 async def test_a_stream_counts_at_its_end_and_one_that_breaks_off_is_an_error(world: World) -> None:
     reply, _, answer = await world.stream()
-    assert counts(world) == RequestCounts()
+    assert counts(world) == RequestCounts(rollout_id=FIRST)
     world.now += 2.0
     world.answer(reply, ErrorHead("user_code_raised", 500, "no", 0))
     assert answer.stream is not None
@@ -112,9 +120,22 @@ async def test_a_backend_that_is_judged_no_longer_is_counted_no_longer(world: Wo
     put(world)
     await answered(world, 200)
     assert counts(world).successes == 2, "a new snapshot does not begin anew"
-    put(world, is_judged=False)
+    put(world, NONE)
     await answered(world, 200)
     assert world.routes.request_counts() == {}
+
+
+async def test_another_rollout_begins_anew(world: World) -> None:
+    await answered(world, 500)
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    put(world, SECOND)
+    assert counts(world) == RequestCounts(rollout_id=SECOND)
+    world.answer(reply, ResponseHead(500, [], True, 0), b"late")
+    await task
+    assert counts(world).errors == 0, "it began for the rollout before"
+    await answered(world, 200)
+    assert counts(world).successes == 1
 
 
 def test_buckets_are_nine_percent_wide_and_have_an_end() -> None:

@@ -65,6 +65,7 @@ def die_unheard(world: World, reply: bytes) -> None:
     world.beat.tick(world.now)
     world.no_responders(reply)
     world.now += CONFIRM_DEATH_S + 0.1
+    world.beat.tick(world.now)
     world.no_responders(reply)
 
 
@@ -140,6 +141,7 @@ async def test_a_drained_replica_that_left_and_whose_process_has_ended_has_lost_
     world.put(other)
     world.no_responders(reply)
     world.now += CONFIRM_DEATH_S + 0.1
+    world.beat.tick(world.now)
     world.no_responders(reply)
     assert isinstance(await failure(task), ReplicaDied)
     world.bus.sent.clear()
@@ -850,5 +852,6 @@ async def test_what_was_concluded_before_the_hang_was_noticed_is_taken_back(worl
     assert world.take(ProbeHead)[1] == reply
     for _ in range(3):
         world.no_responders(reply)  # its connection is being made anew
+        world.look(1.5)
     world.ok(reply)
     await held

@@ -43,6 +43,16 @@ SHADOW_REQUESTS: Final = MetricSpec(
     when="once an endpoint has shadows",
     exporters=_HERE,
 )
+COMPARED_RESPONSES: Final = MetricSpec(
+    name="serve_proxy_compared_responses_total",
+    kind=MetricKind.COUNTER,
+    text="Responses to copies that were compared with the caller's, of a rollout's canary and of its baseline. "
+    "different: beyond what is known to vary.",
+    unit="responses",
+    labels=("backend_tag", "outcome"),
+    when="while a rollout is under way, once it has compared some",
+    exporters=_HERE,
+)
 QUEUE_DEPTH: Final = MetricSpec(
     name="serve_proxy_queue_depth",
     kind=MetricKind.GAUGE,
@@ -184,6 +194,7 @@ PROXY_METRICS: Final = (
     REQUESTS,
     REQUEST_SECONDS,
     SHADOW_REQUESTS,
+    COMPARED_RESPONSES,
     QUEUE_DEPTH,
     IN_FLIGHT,
     QUEUED_SECONDS,

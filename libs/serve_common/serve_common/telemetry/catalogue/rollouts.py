@@ -45,7 +45,7 @@ ROLLOUT_PAUSED: Final = _gauge(
 )
 ROLLOUT_GATE: Final = _gauge(
     "serve_rollout_gate",
-    "1 for what a gate says of the new version: passed, failed, or unknown for lack of requests.",
+    "1 for what a gate says of the new version: passed, failed, or unknown for lack of requests or of an answer.",
     "1",
     ("gate", "status"),
     when=_COMPARED,

@@ -186,7 +186,7 @@ def _hand_over_rollouts(
     for tag in sorted(draft.active_rollouts):
         rollout = draft.rollouts[tag]
         if rollout.outcome is None and rollout.goal_id in replaced and backend_key(tag) in keys:
-            draft.put(msgspec.structs.replace(rollout, goal_id=goal_id))
+            draft.put(rollout.with_goal(goal_id))
 
 
 def check_target(wanted: Wanted, at: str = "") -> None:

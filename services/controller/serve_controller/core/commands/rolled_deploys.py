@@ -179,7 +179,7 @@ def go_on(draft: Draft, former: Rollout, rolled: Rolled, goal_id: GoalId) -> Non
     same_endpoint = known is not None and known.endpoint == deployed.endpoint
     if rolled.candidate == former.candidate and same_endpoint:
         deployed = known or deployed
-    after = msgspec.structs.replace(former, goal_id=goal_id, candidate=rolled.candidate, deployed=deployed)
+    after = msgspec.structs.replace(former.with_goal(goal_id), candidate=rolled.candidate, deployed=deployed)
     if after != former:
         draft.put(after)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from serve_common.api.views import HEALTH_CHECKS_FAILED, GoalStatus
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backend_tag
-from serve_common.protocol.reports import RequestCounts
+from serve_common.protocol.reports import EXAMPLES_MAX, RequestCounts
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import (
@@ -28,6 +28,7 @@ from serve_controller.core.goals import (
 from serve_controller.core.objects import Backend, GoalKind, ObjectKind, ReplicaState
 from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
 from serve_controller.core.rollouts.closing import PAUSED_BY, abort, close_rollout
+from serve_controller.core.rollouts.external import external_results
 from serve_controller.core.rollouts.judge import (
     Gate,
     GateStatus,
@@ -226,13 +227,14 @@ def _prepare(draft: Draft, observed: ObservedState, rollout: Rollout, backend: B
     if missing:
         _set_reason(draft, rollout, missing)
         return
-    if rollout.step == 0:
-        # Proxies may still have the counts of a rollout before, which are no evidence about this one.
-        _, counted, counted_by = _counts(draft, observed, rollout)
-        rollout = msgspec.structs.replace(rollout, counted=counted, counted_by=counted_by)
     draft.put(
         msgspec.structs.replace(
-            rollout, is_in_force=True, in_force_at=now, approved=False, gates=new_gates(), reason=""
+            rollout,
+            is_in_force=True,
+            in_force_at=now,
+            approved=False,
+            gates=new_gates(rollout.config, rollout.steps[rollout.step]),
+            reason="",
         )
     )
 
@@ -312,22 +314,19 @@ def _judged(
                 counted=counted,
                 counted_by=counted_by,
                 recent_times=recent,
+                differences=_differences(observed, rollout),
                 judged_at=now,
             )
             draft.put(rollout)
     step = rollout.step if rollout.is_in_force else rollout.step - 1
     alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, step)
     found = results(rollout.gates, rollout.config, alpha)
-    status = get_status(found)
-    texts = [
-        f"{result.kind.value}: {result.text}"
-        for result in found
-        if result.status is not GateStatus.PASSED
-        and (status is GateStatus.UNKNOWN or result.status is status)
-    ]
-    if status is GateStatus.PASSED:
-        texts = [f"{result.kind.value}: {result.text}" for result in found]
-    return rollout, status, "; ".join(texts)
+    lines = [(result.status, f"{result.kind.value}: {result.text}") for result in found]
+    external = external_results(rollout, observed, now)
+    lines += [(result.status, f"{result.name}: {result.text}") for result in external]
+    status = get_status({of for of, _ in lines})
+    # Those that decide: the failed ones, those that are waited for, or all that passed.
+    return rollout, status, "; ".join(text for of, text in lines if of is status)
 
 
 def _judge_counts(
@@ -350,6 +349,17 @@ def _judge_counts(
     return with_counts(gates, rollout.config, canary, baseline), recent
 
 
+def _differences(observed: ObservedState, rollout: Rollout) -> tuple[str, ...]:
+    """Examples of how the canary's responses differ: one for each path, as each proxy has its own."""
+    canary, by_path = canary_tag(rollout.backend_tag), dict[str, str]()
+    for proxy in observed.proxies.values():
+        report = proxy.report
+        if report.request_counts.get(canary, _NO_COUNTS).rollout_id == rollout.goal_id:
+            for text in report.differences.get(canary, ()):
+                by_path.setdefault(text.partition(": ")[0], text)
+    return tuple(by_path.values())[:EXAMPLES_MAX]
+
+
 def _counts(
     draft: Draft, observed: ObservedState, rollout: Rollout
 ) -> tuple[str, dict[BackendTag, RequestCounts], tuple[str, ...]]:
@@ -358,12 +368,18 @@ def _counts(
     if silent:
         return f"waits for the counts of the proxy {silent[0]}", {}, ()
     tag = rollout.backend_tag
-    reports = [proxy.report for proxy in observed.proxies.values()]
-    counted = {
-        one: total([report.request_counts[one] for report in reports if one in report.request_counts])
-        for one in (tag, canary_tag(tag), baseline_tag(tag))
-    }
-    return "", counted, tuple(sorted(holder_digest(report) for report in reports if report.request_counts))
+    parts: dict[BackendTag, list[RequestCounts]] = {tag: [], canary_tag(tag): [], baseline_tag(tag): []}
+    counted_by = []
+    for proxy in observed.proxies.values():
+        known = proxy.report.request_counts
+        own = [
+            (one, known[one]) for one in parts if one in known and known[one].rollout_id == rollout.goal_id
+        ]
+        for one, counts in own:
+            parts[one].append(counts)
+        if own:
+            counted_by.append(holder_digest(proxy.report))
+    return "", {one: total(some) for one, some in parts.items()}, tuple(sorted(counted_by))
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Judges a canary by what became of its requests beside those of its baseline.
 
-Every gate compares the probability that a request is bad: that it failed, that it was refused as wrong, that it took
-longer than a time near the baseline's median or 99th percentile. A time is chosen before the requests that it judges
+Every gate compares the probability that a request is bad: that it failed, that it was refused as wrong, that the
+response to a copy differs from the caller's, that it took longer than a time near the baseline's median or 99th
+percentile. A time is chosen before the requests that it judges
 came, and the canary's is a little longer, so that a small difference accuses nobody.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from enum import Enum
 from typing import Final
 
 import msgspec
 
-from serve_common.config.rollout import RolloutConfig
+from serve_common.config.rollout import RolloutConfig, RolloutStep
 from serve_common.protocol.reports import RequestCounts
 from serve_common.routing.request_counts import BUCKETS_PER_OCTAVE, get_bucket_start_s
 from serve_controller.core.rollouts.evidence import (
@@ -52,8 +54,12 @@ class GateKind(Enum):
     CLIENT_ERRORS = "client_errors"
     LATENCY_P50 = "latency_p50"
     LATENCY_P99 = "latency_p99"
+    DIFFERENCES = "differences"
+    """Only in shadow steps, and only where a limit is set: a new version may respond differently on purpose."""
 
 
+_SHARE_OF_DIFFERENCES: Final = 0.2
+"""Share of the differences where they are judged; the others then have that much less."""
 _SHARES: Final = {
     GateKind.ERRORS: 0.4,
     GateKind.CLIENT_ERRORS: 0.1,
@@ -64,6 +70,7 @@ _QUANTILES: Final = {GateKind.LATENCY_P50: 0.5, GateKind.LATENCY_P99: 0.99}
 _TEXTS: Final = {
     GateKind.ERRORS: "failed",
     GateKind.CLIENT_ERRORS: "were answered with a status of 400 to 499",
+    GateKind.DIFFERENCES: "answers differ",
 }
 
 
@@ -98,9 +105,14 @@ class GateResult(msgspec.Struct, frozen=True, kw_only=True):
     """The figures, for people."""
 
 
-def new_gates() -> tuple[Gate, ...]:
+def new_gates(config: RolloutConfig | None = None, step: RolloutStep | None = None) -> tuple[Gate, ...]:
     """The gates at the beginning of a step."""
-    return tuple(Gate(kind=kind) for kind in GateKind)
+    is_compared = step is not None and step.is_shadow and _judges_differences(config)
+    return tuple(Gate(kind=kind) for kind in GateKind if kind is not GateKind.DIFFERENCES or is_compared)
+
+
+def _judges_differences(config: RolloutConfig | None) -> bool:
+    return config is not None and config.max_difference_increase is not None
 
 
 def difference(now: RequestCounts, before: RequestCounts) -> RequestCounts | None:
@@ -111,11 +123,15 @@ def difference(now: RequestCounts, before: RequestCounts) -> RequestCounts | Non
         client_errors=max(now.client_errors - before.client_errors, 0),
         errors=max(now.errors - before.errors, 0),
         times={bucket: count for bucket, count in times.items() if count},
+        compared=max(now.compared - before.compared, 0),
+        different=max(now.different - before.different, 0),
     )
     is_whole = (
         now.successes >= before.successes
         and now.client_errors >= before.client_errors
         and now.errors >= before.errors
+        and now.compared >= before.compared
+        and now.different >= before.different
         and min(times.values(), default=0) >= 0
         and before.times.keys() <= now.times.keys()
     )
@@ -133,6 +149,8 @@ def total(parts: list[RequestCounts]) -> RequestCounts:
         client_errors=sum(part.client_errors for part in parts),
         errors=sum(part.errors for part in parts),
         times=times,
+        compared=sum(part.compared for part in parts),
+        different=sum(part.different for part in parts),
     )
 
 
@@ -187,9 +205,15 @@ def with_counts(
     return tuple(
         msgspec.structs.replace(
             gate,
-            worse=_with_block(gate.worse, _block(gate, Side.WORSE, config, canary, baseline), 0.0),
+            worse=_with_block(
+                gate.worse,
+                _block(gate, Side.WORSE, config, canary, baseline),
+                _margin(gate.kind, Side.WORSE, config),
+            ),
             fine=_with_block(
-                gate.fine, _block(gate, Side.FINE, config, canary, baseline), _margin(gate.kind, config)
+                gate.fine,
+                _block(gate, Side.FINE, config, canary, baseline),
+                _margin(gate.kind, Side.FINE, config),
             ),
         )
         if gate.kind not in _QUANTILES or gate.bucket is not None
@@ -221,6 +245,10 @@ def _block(
             return RequestBlock(
                 requests_in(canary), canary.client_errors, requests_in(baseline), baseline.client_errors
             )
+        case GateKind.DIFFERENCES:
+            # Both of one request are compared with the same response, so they are no independent trials. If versions
+            # are equal they can only be bad together more often than by chance, which makes evidence smaller.
+            return RequestBlock(canary.compared, canary.different, baseline.compared, baseline.different)
         case _:
             old, new = _slow_from(gate, side, config)
             return RequestBlock(
@@ -252,7 +280,15 @@ def _allowed_buckets(config: RolloutConfig) -> int:
     return math.floor(math.log2(config.max_latency_ratio) * BUCKETS_PER_OCTAVE)
 
 
-def _margin(kind: GateKind, config: RolloutConfig) -> float:
+def _margin(kind: GateKind, side: Side, config: RolloutConfig) -> float:
+    """By how much the canary's rate may exceed the baseline's, in the hypothesis of this side.
+
+    A canary is accused of any increase, but not of responding differently: that it may up to its limit.
+    """
+    if kind is GateKind.DIFFERENCES:
+        return config.max_difference_increase or 0.0
+    if side is Side.WORSE:
+        return 0.0
     match kind:
         case GateKind.ERRORS:
             return config.max_error_increase
@@ -282,15 +318,21 @@ def requests_needed(gate: Gate, config: RolloutConfig, alpha: float) -> int | No
     """About how many more requests of the canary a gate's status needs; None where that cannot be said."""
     worse_at, fine_at = _thresholds(gate, config, alpha)
     needs = (
-        requests_to_go(gate.worse.logs, Side.WORSE, gate.worse.seen, 0.0, worse_at),
-        requests_to_go(gate.fine.logs, Side.FINE, gate.fine.seen, _margin(gate.kind, config), fine_at),
+        requests_to_go(test.logs, test.side, test.seen, _margin(gate.kind, test.side, config), threshold)
+        for test, threshold in ((gate.worse, worse_at), (gate.fine, fine_at))
     )
     return min((more for more in needs if more is not None), default=None)
 
 
 def _thresholds(gate: Gate, config: RolloutConfig, alpha: float) -> tuple[float, float]:
     """Logarithms of the evidence from which on a canary is worse, and from which on it is fine."""
-    return -math.log(alpha * _SHARES[gate.kind]), -math.log(config.false_pass_probability)
+    return -math.log(alpha * _share(gate.kind, config)), -math.log(config.false_pass_probability)
+
+
+def _share(kind: GateKind, config: RolloutConfig) -> float:
+    if kind is GateKind.DIFFERENCES:
+        return _SHARE_OF_DIFFERENCES
+    return _SHARES[kind] * (1 - _SHARE_OF_DIFFERENCES if _judges_differences(config) else 1)
 
 
 def _result(gate: Gate, config: RolloutConfig, alpha: float) -> GateResult:
@@ -310,6 +352,8 @@ def _text(gate: Gate, config: RolloutConfig, status: GateStatus) -> str:
     if gate.kind not in _QUANTILES:
         block = gate.worse.seen
         what = _TEXTS[gate.kind]
+        if gate.kind is GateKind.DIFFERENCES and not block.canary:
+            return "no answers were compared yet"
         baseline = _figures(block.baseline_bad, block.baseline)
         return f"{_figures(block.canary_bad, block.canary)} {what}; baseline: {baseline}"
     if gate.bucket is None:
@@ -333,9 +377,8 @@ def _seconds(bucket: int) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def get_status(gate_results: tuple[GateResult, ...]) -> GateStatus:
+def get_status(statuses: AbstractSet[GateStatus]) -> GateStatus:
     """What all gates come to: one that failed fails the step, and only if all passed it passes."""
-    statuses = {result.status for result in gate_results}
     if GateStatus.FAILED in statuses:
         return GateStatus.FAILED
     return GateStatus.PASSED if statuses == {GateStatus.PASSED} else GateStatus.UNKNOWN

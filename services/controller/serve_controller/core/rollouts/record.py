@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Final
@@ -13,6 +13,7 @@ from serve_common.config.backend import BackendConfig, EndpointOptions, ReplicaC
 from serve_common.config.rollout import RolloutConfig, RolloutStep, parse_steps
 from serve_common.names import BackendTag, GoalId, ReplicaTag
 from serve_common.protocol.reports import RequestCounts
+from serve_common.protocol.snapshots import ShadowComparison
 from serve_controller.core.rollouts.judge import Gate, new_gates
 
 CANARY_SUFFIX: Final = "--canary"
@@ -144,6 +145,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of the incarnations of the proxies that had."""
     recent_times: dict[int, float] = {}
     """Number of the old version's last requests by their time, in buckets; older ones count less."""
+    differences: tuple[str, ...] = ()
+    """Where the canary's responses to copies differ, for people: they look once it has been aborted."""
     running: tuple[ReplicaTag, ...] = ()
     """Replicas of canary and baseline that were seen running."""
     failures: dict[BackendTag, int] = {}
@@ -193,6 +196,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         )
         return f"{at} {what}: {self.reason}" if self.reason else f"{at} {what}"
 
+    def with_goal(self, goal_id: GoalId) -> Rollout:
+        """The rollout as part of another goal; proxies count anew, because they count by the goal."""
+        if goal_id == self.goal_id:
+            return self
+        return msgspec.structs.replace(self, goal_id=goal_id, counted={}, counted_by=())
+
     def is_promoted_to(self, code_version: int, config_version: int) -> bool:
         """Whether these are the versions that it has promoted the deployment to."""
         return code_version == self.promoted_code_version and self.promoted_config_version in (
@@ -215,6 +224,24 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 def baseline_share(step: RolloutStep) -> float:
     """Share of the requests that the baseline gets: as many as the canary, as long as there are as many left."""
     return step.share if step.is_shadow else min(step.share, 1 - step.share)
+
+
+def get_comparisons(
+    traffic: Iterable[BackendTag], rollouts: Mapping[BackendTag, Rollout]
+) -> list[ShadowComparison]:
+    """Which responses to copies proxies compare at an endpoint: those of the shadow steps of its backends' rollouts."""
+    active = [rollouts[tag] for tag in traffic if tag in rollouts]
+    return [
+        ShadowComparison(
+            own=rollout.backend_tag,
+            canary=canary_tag(rollout.backend_tag),
+            baseline=baseline_tag(rollout.backend_tag),
+            tolerance=rollout.config.difference_tolerance,
+            ignored_paths=list(rollout.config.ignored_paths),
+        )
+        for rollout in active
+        if rollout.traffic_step is not None and rollout.traffic_step.is_shadow
+    ]
 
 
 def split_traffic(

@@ -185,9 +185,10 @@ class ReplicaProtocol:
         self._frames.link_to = link_to
 
     def link_lost(self, link: DirectLink) -> None:
-        """A link has ended: its routers probe over the bus."""
+        """A link has ended: its routers probe over the bus, if they have not left it before."""
         self._frames.drop_link(link)
-        self._link_lost_at = self._now()
+        if not link.has_parted:
+            self._link_lost_at = self._now()
         self._idle_sockets.restart()
 
     def get_link(self, reply: bytes) -> DirectLink | None:

@@ -214,10 +214,13 @@ class ReplicaIO:
         with self._lock:
             self._protocol.use_links(listener.offer, listener.link_to)
 
-    async def close_links(self) -> None:
-        """Accept no more links, and end those that are open."""
+    async def drain_links(self, timeout_s: float) -> None:
+        """Accept no more links, and end those that are open, once their routers send nothing more there.
+
+        A router that does not leave within ``timeout_s`` is cut off, and probes over the bus.
+        """
         if self._listener is not None:
-            await self._listener.close()
+            await self._listener.drain(timeout_s)
 
     def subscribe(self, subject: str) -> Subscription:
         """Subscribe to the replica's subject."""

@@ -5,83 +5,24 @@ from __future__ import annotations
 import pytest
 
 from serve_common.api.commands import (
-    ControlRollout,
     DeleteDeployment,
     RolloutAction,
     Scale,
     StartRollout,
 )
 from serve_common.api.views import GoalStatus
-from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.protocol.subjects import endpoint_key
-from serve_controller.core.rollouts.record import Rollout, RolloutOutcome, RolloutState
-from tests.support.control_loop.closed_loop import Loop, check_converged, check_fixpoint
+from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
+from tests.support.control_loop.closed_loop import check_converged, check_fixpoint
 from tests.support.control_loop.orders import BAD_CODE, deploy
-from tests.support.control_loop.pure_host import PureHost
+from tests.support.control_loop.rollout_world import BASELINE, CANARY, QUICK, TAG, RolloutWorld
 from tests.support.control_loop.traffic import Behaviour, Traffic, model
-
-TAG = "default/a"
-CANARY, BASELINE = BackendTag("default/a--canary"), BackendTag("default/a--baseline")
-QUICK = ("10%", "50%", "100%")
-"""Steps that last no longer than their verdict needs."""
-
-
-class World:
-    """A deployment with two replicas under load, and its rollout."""
-
-    def __init__(self, new: Behaviour | None = None, *, rate: float = 600.0, is_checked: bool = True) -> None:
-        self.loop = Loop(PureHost("host-1", 8.0), PureHost("host-2", 8.0), is_checked=is_checked)
-        self.loop.done(deploy(num=2, cpus=0.5))
-        self.traffic = Traffic(self.loop, TAG, model(), new or model(), rate=rate, seed=1)
-
-    def start(self, *, steps: tuple[str, ...] = QUICK, code: str = "good:Code", **fields: object) -> str:
-        goal_id = self.loop.ask(
-            StartRollout(
-                name="a",
-                version="v2",
-                replica_config={"import_path": code},
-                rollout=RolloutConfig(steps=steps, **fields),  # type: ignore[arg-type]  # by name
-            )
-        ).goal_id
-        assert goal_id is not None
-        return goal_id
-
-    def do(self, action: RolloutAction, **fields: object) -> None:
-        self.loop.command(ControlRollout(name="a", action=action, **fields))  # type: ignore[arg-type]  # by name
-
-    @property
-    def rollout(self) -> Rollout:
-        return self.loop.checkpoint.rollouts[BackendTag(TAG)]
-
-    def run(self, seconds: float, *, until: RolloutState | None = None) -> None:
-        """Time under load."""
-        for _ in range(round(seconds * 4)):
-            self.traffic.flow(0.25)
-            self.loop.step(0.25)
-            if until is not None and self.rollout.state is until:
-                return
-
-    def run_to_step(self, step: int) -> None:
-        """Until requests go by that step."""
-        for _ in range(2_000):
-            if self.rollout.step == step and self.rollout.is_in_force:
-                self.loop.steps(2, 0.01)  # the plan that publishes it
-                return
-            self.run(0.25)
-        raise AssertionError(self.rollout.progress)
-
-    def weights(self) -> dict[str, float]:
-        """How the bucket splits requests."""
-        content = self.loop.bucket[endpoint_key(EndpointTag(TAG))].content
-        assert isinstance(content, EndpointSnapshot)
-        return {str(tag): round(weight, 6) for tag, weight in content.traffic.items()}
 
 
 def test_a_version_that_is_no_worse_takes_the_place_of_the_old_one() -> None:
-    world = World()
+    world = RolloutWorld()
     goal_id = world.start()
     world.run_to_step(0)
     assert world.weights() == {TAG: 0.8, CANARY: 0.1, BASELINE: 0.1}
@@ -103,7 +44,7 @@ def test_a_version_that_is_no_worse_takes_the_place_of_the_old_one() -> None:
 
 
 def test_a_version_that_always_fails_is_gone_after_a_few_requests() -> None:
-    world = World(model(errors=1.0))
+    world = RolloutWorld(model(errors=1.0))
     goal_id = world.start()
     world.run(60, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.ABORTED
@@ -127,7 +68,7 @@ def test_a_version_that_always_fails_is_gone_after_a_few_requests() -> None:
     ],
 )
 def test_a_worse_version_is_aborted_for_what_is_worse(new: Behaviour, gate: str) -> None:
-    world = World(new)
+    world = RolloutWorld(new)
     world.start()
     world.run(600, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.ABORTED, world.rollout.progress
@@ -137,7 +78,7 @@ def test_a_worse_version_is_aborted_for_what_is_worse(new: Behaviour, gate: str)
 def test_times_that_hardly_vary_are_compared_too() -> None:
     steady, slower = model(spread=0.001), model(spread=0.001, median_s=0.075)
     for new, outcome in ((steady, RolloutOutcome.PROMOTED), (slower, RolloutOutcome.ABORTED)):
-        world = World(new)
+        world = RolloutWorld(new)
         world.traffic = Traffic(world.loop, TAG, steady, new, rate=600.0, seed=1)
         world.start()
         world.run(600, until=RolloutState.ENDED)
@@ -145,7 +86,7 @@ def test_times_that_hardly_vary_are_compared_too() -> None:
 
 
 def test_a_hang_of_everything_does_not_keep_it_from_a_verdict() -> None:
-    world = World()
+    world = RolloutWorld()
     world.start()
     world.run_to_step(0)
     usual, world.traffic = (
@@ -159,7 +100,7 @@ def test_a_hang_of_everything_does_not_keep_it_from_a_verdict() -> None:
 
 
 def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
-    world = World(rate=0.0)
+    world = RolloutWorld(rate=0.0)
     world.start()
     world.run_to_step(0)
     world.run(120)
@@ -170,7 +111,7 @@ def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
 
 
 def test_copies_harm_nobody() -> None:
-    world = World(model(errors=1.0))
+    world = RolloutWorld(model(errors=1.0))
     world.start(steps=("shadow 50%", *QUICK))
     world.run(60, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.ABORTED
@@ -179,7 +120,7 @@ def test_copies_harm_nobody() -> None:
 
 
 def test_a_version_that_does_not_start_ends_it_before_any_request() -> None:
-    world = World()
+    world = RolloutWorld()
     goal_id = world.start(code=BAD_CODE)
     world.run(120, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.ABORTED
@@ -189,7 +130,7 @@ def test_a_version_that_does_not_start_ends_it_before_any_request() -> None:
 
 
 def test_replicas_that_die_end_it() -> None:
-    world = World(rate=20.0)
+    world = RolloutWorld(rate=20.0)
     world.start(max_replica_failures=0)
     world.run_to_step(0)
     [tag] = world.loop.replicas(CANARY)
@@ -200,7 +141,7 @@ def test_replicas_that_die_end_it() -> None:
 
 
 def test_a_lost_host_is_no_fault_of_the_version() -> None:
-    world = World(rate=20.0)
+    world = RolloutWorld(rate=20.0)
     world.start(max_replica_failures=0)
     world.run_to_step(0)
     [host_id] = world.loop.hosts_of(CANARY)
@@ -212,7 +153,7 @@ def test_a_lost_host_is_no_fault_of_the_version() -> None:
 
 
 def test_it_waits_for_a_person_where_a_step_says_so() -> None:
-    world = World()
+    world = RolloutWorld()
     world.start(steps=("10% wait", "50%", "100%"))
     world.run(300)
     assert (world.rollout.step, world.rollout.reason) == (0, "waits for a person: `muster rollout step`")
@@ -224,7 +165,7 @@ def test_it_waits_for_a_person_where_a_step_says_so() -> None:
 
 
 def test_a_paused_one_stays_and_is_still_aborted() -> None:
-    world = World(model(errors=0.0))
+    world = RolloutWorld(model(errors=0.0))
     world.start()
     world.run_to_step(0)
     world.do(RolloutAction.PAUSE)
@@ -232,7 +173,7 @@ def test_a_paused_one_stays_and_is_still_aborted() -> None:
     assert (world.rollout.step, world.rollout.state) == (0, RolloutState.PAUSED)
     world.do(RolloutAction.RESUME)
     world.run_to_step(1)
-    worse = World(model(errors=0.5))
+    worse = RolloutWorld(model(errors=0.5))
     worse.start()
     worse.run_to_step(0)
     worse.do(RolloutAction.PAUSE)
@@ -240,7 +181,7 @@ def test_a_paused_one_stays_and_is_still_aborted() -> None:
     assert worse.rollout.outcome is RolloutOutcome.ABORTED
 
 
-def _prepare_second_step(world: World) -> None:
+def _prepare_second_step(world: RolloutWorld) -> None:
     """Let the first step pass while proxies apply nothing, so that the second is prepared for long."""
     world.start(steps=("50%", "100%"))
     world.run_to_step(0)
@@ -252,7 +193,7 @@ def _prepare_second_step(world: World) -> None:
 
 
 def test_it_is_judged_while_its_next_step_is_prepared() -> None:
-    world = World(rate=100.0)
+    world = RolloutWorld(rate=100.0)
     _prepare_second_step(world)
     world.traffic = Traffic(world.loop, TAG, model(), model(errors=1.0), rate=100.0, seed=3)
     world.run(10)
@@ -263,7 +204,7 @@ def test_it_is_judged_while_its_next_step_is_prepared() -> None:
 
 
 def test_a_paused_one_does_not_begin_the_step_that_is_prepared() -> None:
-    world = World(rate=100.0)
+    world = RolloutWorld(rate=100.0)
     _prepare_second_step(world)
     world.do(RolloutAction.PAUSE)
     world.loop.are_proxies_slow = False
@@ -274,7 +215,7 @@ def test_a_paused_one_does_not_begin_the_step_that_is_prepared() -> None:
 
 
 def test_a_promotion_by_command_skips_the_other_steps() -> None:
-    world = World(rate=10.0)
+    world = RolloutWorld(rate=10.0)
     goal_id = world.start()
     world.run_to_step(0)
     world.do(RolloutAction.PROMOTE)
@@ -285,7 +226,7 @@ def test_a_promotion_by_command_skips_the_other_steps() -> None:
 
 
 def test_an_abort_by_command_gives_all_requests_back_in_one_change() -> None:
-    world = World(rate=10.0)
+    world = RolloutWorld(rate=10.0)
     world.start()
     world.run_to_step(0)
     before = world.loop.bucket[endpoint_key(EndpointTag(TAG))].snapshot_id
@@ -299,7 +240,7 @@ def test_an_abort_by_command_gives_all_requests_back_in_one_change() -> None:
 
 
 def test_an_aborted_version_is_not_tried_again_by_itself() -> None:
-    world = World(rate=10.0)
+    world = RolloutWorld(rate=10.0)
     world.start()
     world.do(RolloutAction.ABORT)
     world.run(10, until=RolloutState.ENDED)
@@ -312,7 +253,7 @@ def test_an_aborted_version_is_not_tried_again_by_itself() -> None:
 
 @pytest.mark.parametrize("how", ["deploy", "delete"])
 def test_another_change_of_the_deployment_replaces_it(how: str) -> None:
-    world = World(rate=10.0)
+    world = RolloutWorld(rate=10.0)
     goal_id = world.start()
     world.run_to_step(0)
     world.loop.command(
@@ -329,7 +270,7 @@ def test_another_change_of_the_deployment_replaces_it(how: str) -> None:
 
 
 def test_it_is_scaled_with_its_deployment() -> None:
-    world = World(rate=10.0)
+    world = RolloutWorld(rate=10.0)
     world.start()
     world.run_to_step(0)
     world.loop.command(Scale(backend_tag="a", num_replicas=4))
@@ -341,7 +282,7 @@ def test_it_is_scaled_with_its_deployment() -> None:
 
 
 def test_any_leader_goes_on_with_the_evidence_that_there_is() -> None:
-    world = World()
+    world = RolloutWorld()
     world.start()
     world.run_to_step(0)
     world.run(5)
@@ -355,8 +296,20 @@ def test_any_leader_goes_on_with_the_evidence_that_there_is() -> None:
 
 
 def test_a_deadline_ends_it() -> None:
-    world = World(rate=0.0)
+    world = RolloutWorld(rate=0.0)
     world.start(deadline_s=30.0)
     world.run(60, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.ABORTED
     assert "the deadline of 30 s" in world.rollout.reason
+
+
+def test_what_was_counted_for_the_rollout_before_says_nothing_of_the_next() -> None:
+    world = RolloutWorld(model(errors=1.0))
+    world.start(cool_down_s=0.0)
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED
+    world.traffic = Traffic(world.loop, TAG, model(), model(), rate=600.0, seed=4)
+    # At once: the failed canary's replicas drain yet, and its backend becomes that of the next.
+    world.start(steps=("50%", "100%"))
+    world.run(600, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.PROMOTED, world.rollout.reason

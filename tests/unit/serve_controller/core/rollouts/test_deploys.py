@@ -23,7 +23,6 @@ from serve_common.api.views import GoalStatus
 from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import BadField, Conflict
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.routing.request_counts import RequestCounter
 from serve_controller.core.commands import decide
 from serve_controller.core.forecast import forecast
 from serve_controller.core.objects import EndpointRecord
@@ -394,18 +393,3 @@ def test_a_canary_stays_what_it_is_as_long_as_a_proxy_may_send_to_it() -> None:
     world.loop.are_proxies_slow = False
     world.run(20)
     assert world.loop.checkpoint.backends[CANARY].target.version == "v3"
-
-
-def test_what_was_counted_before_its_first_step_is_no_evidence() -> None:
-    world = World(rollout=STEPS)
-    world.loop.ask(rolled("v2"))
-    for tag, status in ((CANARY, 500), (BASELINE, 200)):
-        counter = world.loop.request_counts.setdefault(tag, RequestCounter())
-        for _ in range(200):
-            counter.add(status, 0.1)  # of a rollout before, as a proxy that has not forgotten it reports
-    for _ in range(100):
-        world.loop.step(0.25)
-        if world.rollout.is_in_force:
-            break
-    world.loop.steps(8, 0.25)
-    assert world.rollout.outcome is None, world.rollout.reason

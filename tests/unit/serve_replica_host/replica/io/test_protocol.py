@@ -545,7 +545,12 @@ async def test_a_replica_that_is_cut_off_stays_for_its_routers_until_it_was_back
 
 
 async def test_a_replica_whose_link_was_cut_stays_for_the_probes_of_its_router(desk: Desk) -> None:
-    desk.side.link_lost(cast(DirectLink, None))
+    link = DirectLink(asyncio.get_running_loop(), lambda *_: None, lambda _: None)
+    link.has_parted = True
+    desk.side.link_lost(link)
+    assert desk.side.seconds_until_probed() == 0.0, "its router had left it"
+    link.has_parted = False
+    desk.side.link_lost(link)
     desk.now += 0.5
     assert desk.side.seconds_until_probed() == 4.5
     desk.now += 4.5
