@@ -88,7 +88,7 @@ def advance_rollout(draft: Draft, observed: ObservedState, tag: BackendTag, now:
         return None
     rollout = _with_failures(draft, observed, rollout, now)
     canary = draft.backends.get(canary_tag(tag))
-    wrong = _why_wrong(rollout, backend, canary, now)
+    wrong = _why_wrong(draft, rollout, backend, canary, now)
     if wrong:
         abort(draft, tag, wrong, now)
         return None
@@ -108,12 +108,14 @@ def _is_based_on(rollout: Rollout, backend: Backend) -> bool:
     )
 
 
-def _why_wrong(rollout: Rollout, backend: Backend, canary: Backend | None, now: float) -> str:
+def _why_wrong(draft: Draft, rollout: Rollout, backend: Backend, canary: Backend | None, now: float) -> str:
     """Why the rollout must be aborted whatever its requests show; empty if nothing says so."""
     tag = rollout.backend_tag
     if canary is None or canary.deleting:
         return "the backend of its canary was deleted"
-    for one in (canary, backend) if rollout.state is RolloutState.PROMOTING else (canary,):
+    # Without a baseline there is nothing to compare with, however long one waits.
+    other = backend if rollout.state is RolloutState.PROMOTING else draft.backends.get(baseline_tag(tag))
+    for one in (canary, canary if other is None else other):
         if one.start_failures >= one.target.backend_config.max_constructor_retry_count:
             return f"{one.backend_tag} does not start: {one.last_error}"
     more = rollout.failures.get(canary_tag(tag), 0) - rollout.failures.get(baseline_tag(tag), 0)

@@ -25,7 +25,7 @@ from serve_common.errors import BadField, Conflict
 from serve_common.names import BackendTag, EndpointTag
 from serve_controller.core.commands import decide
 from serve_controller.core.forecast import forecast
-from serve_controller.core.objects import EndpointRecord
+from serve_controller.core.objects import EndpointRecord, ObjectChanges
 from serve_controller.core.rollouts.record import Rollout, RolloutOutcome, RolloutState
 from tests.support.control_loop.closed_loop import Loop, check_converged, check_fixpoint
 from tests.support.control_loop.orders import BAD_CODE, create_backend, deploy
@@ -393,3 +393,14 @@ def test_a_canary_stays_what_it_is_as_long_as_a_proxy_may_send_to_it() -> None:
     world.loop.are_proxies_slow = False
     world.run(20)
     assert world.loop.checkpoint.backends[CANARY].target.version == "v3"
+
+
+def test_an_old_version_that_no_longer_starts_is_nothing_to_compare_with() -> None:
+    world = World()
+    goal_id = world.loop.ask(rolled("v2")).goal_id
+    baseline = world.loop.checkpoint.backends[BASELINE]
+    broken = msgspec.structs.replace(baseline, start_failures=3, last_error="no such model")
+    world.loop.checkpoint = world.loop.checkpoint.applied(ObjectChanges(puts=(broken,)))
+    assert world.end(goal_id) is GoalStatus.FAILED
+    assert world.loop.goal(goal_id).error == "default/a--baseline does not start: no such model"
+    world.loop.done(msgspec.structs.replace(rolled("v2"), skips_rollout=True))
