@@ -28,11 +28,9 @@ class RolloutWorld:
         *,
         rate: float = 600.0,
         is_checked: bool = True,
-        hosts: tuple[PureHost, ...] = (),
         num: int = 2,
     ) -> None:
-        hosts = hosts or (PureHost("host-1", 8.0), PureHost("host-2", 8.0))
-        self.loop = Loop(*hosts, is_checked=is_checked)
+        self.loop = Loop(PureHost("host-1", 8.0), PureHost("host-2", 8.0), is_checked=is_checked)
         self.loop.done(deploy(num=num, cpus=0.5))
         self.traffic = Traffic(self.loop, TAG, model(), new or model(), rate=rate, seed=1)
 
