@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -13,13 +14,18 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner, Result
 
+from muster.cli.main import app
+from muster.cli.session import Session
 from serve_common.api.commands import Deploy, StartRollout
 from serve_common.api.queries import GetRollouts
 from serve_common.api.rollout_views import RolloutView
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.config.rollout import RolloutConfig
+from serve_common.identities.credentials import CredentialsFile
+from serve_common.identities.roles import Role
 from serve_common.names import GoalId
 from tests.support.paths import APPS
 from tests.support.stacks.loaded_stack import LoadedStack
@@ -34,7 +40,8 @@ NAME = "rolled"
 class Load:
     """Requests at a steady rate to both proxies, each over a connection that is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
         self.statuses: Counter[str] = Counter()
         """By status, or by the class of the error."""
         self.names: Counter[str] = Counter()
@@ -48,9 +55,9 @@ class Load:
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, stack: LoadedStack) -> AsyncIterator[Load]:
+    async def running(cls, stack: LoadedStack, rate: float = RATE) -> AsyncIterator[Load]:
         """While the block runs; what was sent is waited for."""
-        self = cls()
+        self = cls(rate)
         urls = [f"http://127.0.0.1:{port}/{NAME}" for port in stack.http_ports]
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=30)
         async with (
@@ -68,7 +75,7 @@ class Load:
     ) -> None:
         began, sent = time.monotonic(), 0
         while True:
-            while sent < (time.monotonic() - began) * RATE:
+            while sent < (time.monotonic() - began) * self._rate:
                 requests.create_task(self._request(session, urls[sent % len(urls)]))
                 sent += 1
             await asyncio.sleep(0.004)
@@ -219,3 +226,59 @@ async def test_a_proxy_that_dies_costs_its_last_counts_and_no_verdict(stack: Loa
     print(f"{load.names}; {load.statuses}")
     assert goal.status is GoalStatus.SUCCEEDED, goal.error
     assert not any(status.isdigit() for status in load.failures), "only connections to it were lost"
+
+
+async def muster(stack: LoadedStack, *arguments: str) -> Result:
+    """One run of the program."""
+    settings = stack.settings(Role.ADMIN)
+    assert isinstance(settings.credentials, CredentialsFile)
+    environment = {
+        "MUSTER_NATS_URL": stack.nats_url,
+        "MUSTER_NATS_CREDS_FILE": settings.credentials.path,
+    }
+    session = Session(environment=environment, directory=APPS)
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments, obj=session)
+
+
+async def test_each_deploy_of_a_deployment_with_rollout_is_one(stack: LoadedStack) -> None:
+    await deployed(stack)
+    # On a busy machine one replica may stand still for a moment; what must be found here always fails.
+    limits = {
+        "steps": ["25%", "100%"],
+        "max_error_increase": 0.05,
+        "max_client_error_increase": 0.05,
+        "max_latency_ratio": 20.0,
+        "false_abort_probability": 1e-9,
+    }
+    always = ("deploy", "rollout_model:Rolled", "--name", NAME, "--route-prefix", f"/{NAME}")
+    always += ("--app-dir", "rollout_app", "--num-cpus", "0.5", "--num-replicas", "2")
+    always += ("--rollout", json.dumps(limits))
+    first = await muster(stack, *always, "--no-rollout", "--version", "v1", "--init-args", '["v1"]')
+    assert first.exit_code == 0, first.output
+    second = (*always, "--version", "v2", "--init-args", '["v2"]')
+    async with Load.running(stack, RATE / 3) as load:
+        planned = await muster(stack, *second, "--dry-run")
+        assert "a rollout of default/rolled starts" in planned.output
+        good = await muster(stack, *second)
+        assert good.exit_code == 0, good.output
+        view = await rollout(stack)
+        assert (view.version, view.outcome, len(view.passed)) == ("v2", "promoted", 1)
+        moment = Counter(load.names)
+        await asyncio.sleep(1)
+        assert (load.names - moment).keys() == {"v2"}
+        assert "nothing to do" in (await muster(stack, *second)).output
+        assert load.failures == {}
+        bad = ("--version", "v3", "--init-args", '["v3"]', "--init-kwargs", '{"errors": 1.0}')
+        failed = await muster(stack, *always, *bad)
+        assert failed.exit_code == 1, failed.output
+        assert "errors: " in failed.output
+        assert "version v2" in failed.output
+        moment = Counter(load.names)
+        await asyncio.sleep(1)
+        assert (load.names - moment).keys() == {"v2"}
+        refused = await muster(stack, *always, *bad)
+        assert refused.exit_code != 0
+        assert "is not tried again" in refused.output
+    print(f"{load.names}; {load.statuses}; {failed.output}")
+    assert load.failures.keys() == {"500"}
+    assert load.failures["500"] <= 200

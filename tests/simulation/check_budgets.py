@@ -13,7 +13,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals import owned_backends
 from serve_controller.core.objects import Backend, Goal, ObjectKind, Replica, ReplicaState
 from serve_controller.core.rollouts.closing import PAUSED_BY
-from serve_controller.core.rollouts.record import BASELINE_SUFFIX, CANARY_SUFFIX
+from serve_controller.core.rollouts.record import BASELINE_SUFFIX, CANARY_SUFFIX, Rollout
 from serve_controller.shell.queries import parse_request
 from tests.simulation.world_store import Check, Commit
 
@@ -243,7 +243,12 @@ class UsersWinOverTheAutoscaler(Check):
             if not value.deleting:
                 self._limits(value)
                 known = commit.before.backends.get(value.backend_tag)
-                if not commit.history and known is not None and value.backend_tag not in gone_back:
+                is_promoted = any(
+                    rollout.backend_tag == value.backend_tag and rollout.promoted_code_version
+                    for rollout in commit.puts(Rollout)
+                )
+                is_by_plan = not commit.history and value.backend_tag not in gone_back and not is_promoted
+                if is_by_plan and known is not None:
                     self._moved_by_a_plan(known, value)
         for entry in commit.history:
             command = parse_request(entry.verb, entry.request.encode())
@@ -269,7 +274,9 @@ class UsersWinOverTheAutoscaler(Check):
     def _moved_by_a_plan(self, known: Backend, backend: Backend) -> None:
         was, number = known.target.backend_config.num_replicas, backend.target.backend_config.num_replicas
         if backend.backend_tag.endswith((CANARY_SUFFIX, BASELINE_SUFFIX)):
-            self.world.check(number >= was, f"a rollout takes replicas from {backend.backend_tag}")
+            # A rollout that replaced another makes them anew.
+            is_so = number >= was or known.deleting
+            self.world.check(is_so, f"a rollout takes replicas from {backend.backend_tag}")
             return
         if was != number:
             self.world.trace(f"{backend.backend_tag} is autoscaled {was} → {number}")
@@ -279,6 +286,7 @@ class UsersWinOverTheAutoscaler(Check):
                 f"{backend.backend_tag} was moved from {was} to {number} though the load has no say",
             )
         self.world.check(
-            known.autoscaling_paused == backend.autoscaling_paused or known.autoscaling_paused == PAUSED_BY,
+            known.autoscaling_paused == backend.autoscaling_paused
+            or PAUSED_BY in (known.autoscaling_paused, backend.autoscaling_paused),
             f"a plan paused or resumed {backend.backend_tag}",
         )

@@ -74,7 +74,13 @@ class Reference(Check):
             if rollout_wishes.follow(self.now, self.good, known_rollout, rollout):
                 tag = rollout.backend_tag
                 self.good.backends[tag] = self.now.backends[tag]
+                if rollout.deployed is not None and tag in self.now.endpoints:
+                    self.good.endpoints[tag] = self.now.endpoints[tag]
                 self._remember(tag, self.now.endpoints.get(tag))
+        for value in commit.puts(Backend):
+            if value.deleting and value.backend_tag.endswith(rollout_wishes.SUFFIXES):
+                self.now.drop(value.backend_tag)
+                self.good.drop(value.backend_tag)
         for kind, name in commit.changes.deletes:
             if kind is ObjectKind.ROLLOUT:
                 rollout_wishes.forget(self.now, self.good, commit.before.rollouts[BackendTag(name)])
@@ -116,6 +122,8 @@ class Reference(Check):
             isinstance(command, c.Rollback)
             or is_rollout
             or is_retry
+            or (isinstance(command, c.Deploy) and command.backend_config.rollout is not None)
+            or isinstance(command, c.UpdateBackendConfig)
             or getattr(command, "version", "") is None
         ):
             return ""
@@ -139,6 +147,16 @@ class Reference(Check):
             return
         if isinstance(command, c.ControlRollout):
             return
+        rollout = rollout_wishes.is_started_by(command, before, after)
+        if rollout is not None:
+            known = before.rollouts.get(rollout.backend_tag)
+            if rollout.has_backends and (known is None or known.started_at != rollout.started_at):
+                rollout_wishes.start_deployed(self.now, rollout)
+            return
+        self.world.check(
+            not rollout_wishes.must_roll_out(command, self.now, self.good, before),
+            lambda: f"{command} is not rolled out",
+        )
         self._note_alone(command, before)
         apply(self.now, self.good, command)
         for tag, made in list(self.now.backends.items()):

@@ -12,6 +12,7 @@ from serve_common.config.external_gates import ExternalGate
 from serve_common.names import BackendTag, deployment_tag
 from serve_common.protocol.gates import GateRequest, GateResponse
 from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.rollouts.record import (
     BASELINE_SUFFIX,
     CANARY_SUFFIX,
@@ -56,8 +57,82 @@ def start(now: Wishes, command: c.StartRollout) -> None:
         command.version,
     )
     for suffix, made in ((CANARY_SUFFIX, new), (BASELINE_SUFFIX, old)):
-        config = msgspec.structs.replace(made.config, autoscaling_config=None)
+        config = msgspec.structs.replace(made.config, autoscaling_config=None, rollout=None)
         now.backends[tag + suffix] = of_rollout(tag + suffix, made._replace(config=config))
+
+
+def is_started_by(command: object, before: Checkpoint, after: Checkpoint) -> Rollout | None:
+    """The rollout that a deploy has started, or goes on with."""
+    match command:
+        case c.Deploy():
+            tag = deployment_tag(command.name)
+        case c.UpdateBackendConfig():
+            tag = deployment_tag(command.backend_tag)
+        case _:
+            return None
+    known, rollout = before.rollouts.get(tag), after.rollouts.get(tag)
+    return rollout if rollout is not None and rollout != known and rollout.outcome is None else None
+
+
+def must_roll_out(command: object, now: Wishes, good: Wishes, before: Checkpoint) -> bool:
+    """Whether a deploy may not replace what runs at once: by what was decided so far."""
+    if not isinstance(command, c.Deploy) or command.skips_rollout or command.backend_config.rollout is None:
+        return False
+    tag = deployment_tag(command.name)
+    backend, old, proven = before.backends.get(tag), now.backends.get(tag), good.backends.get(tag)
+    if backend is None or backend.deleting or backend.halted or old is None or proven is None:
+        return False
+    if not any(tag in reach.traffic for reach in now.endpoints.values()):
+        return False
+    is_other = command.version is None or (command.version, command.replica_config) != (old.version, old.code)
+    is_back = (command.version, command.replica_config) == (proven.version, proven.code)
+    return is_other and (command.version is None or not is_back) and backend.last_good is not None
+
+
+def start_deployed(now: Wishes, rollout: Rollout) -> None:
+    """Its two backends, as soon as it has any of its own."""
+    tag, candidate = rollout.backend_tag, rollout.candidate
+    old = now.backends[tag]
+    new = Made(candidate.replica_config, candidate.backend_config, candidate.version)
+    for suffix, made in ((CANARY_SUFFIX, new), (BASELINE_SUFFIX, old)):
+        config = msgspec.structs.replace(made.config, autoscaling_config=None, rollout=None)
+        now.backends[tag + suffix] = of_rollout(tag + suffix, made._replace(config=config))
+
+
+def _promote(now: Wishes, rollout: Rollout) -> None:
+    """What the deployment is then: what was changed meanwhile by itself stays."""
+    tag, candidate, present = rollout.backend_tag, rollout.candidate, now.backends[rollout.backend_tag].config
+    wanted, deployed = candidate.backend_config, rollout.deployed
+    number = present.num_replicas
+    if deployed is not None:
+        former = modelled(deployed.former_config)
+        fields = {
+            name: getattr(
+                modelled(wanted) if getattr(present, name) == getattr(former, name) else present, name
+            )
+            for name in type(present).__struct_fields__
+        }
+        now.backends[tag] = Made(
+            candidate.replica_config, modelled(type(present)(**fields)), candidate.version
+        )
+        reach = now.endpoints.get(tag)
+        if deployed.endpoint is not None and deployed.former_endpoint is not None and reach is not None:
+            names = ("route", "methods", "traffic")
+            changed = {
+                name: getattr(deployed.endpoint, name)
+                for name in names
+                if getattr(reach, name) == getattr(deployed.former_endpoint, name)
+            }
+            options = {
+                name: getattr(deployed.endpoint.options, name)
+                for name in type(reach.options).__struct_fields__
+                if getattr(reach.options, name) == getattr(deployed.former_endpoint.options, name)
+            }
+            changed["options"] = msgspec.structs.replace(reach.options, **options)
+            now.endpoints[tag] = reach._replace(**changed)
+        return
+    config = msgspec.structs.replace(wanted, num_replicas=number)
+    now.backends[tag] = Made(candidate.replica_config, modelled(config), candidate.version)
 
 
 def forget(now: Wishes, good: Wishes, rollout: Rollout) -> None:
@@ -72,16 +147,25 @@ def follow(now: Wishes, good: Wishes, known: Rollout | None, rollout: Rollout) -
     """What a recorded move of a rollout means; True when its version succeeded."""
     tag = rollout.backend_tag
     had_promoted = known is not None and known.goal_id == rollout.goal_id and known.promoted_code_version
+    if known is not None and rollout.has_backends and not known.has_backends:
+        start_deployed(now, rollout)
     if rollout.promoted_code_version and not had_promoted:
-        candidate, present = rollout.candidate, now.backends[tag].config
-        config = msgspec.structs.replace(candidate.backend_config, num_replicas=present.num_replicas)
-        now.backends[tag] = Made(candidate.replica_config, modelled(config), candidate.version)
+        _promote(now, rollout)
     is_decided = rollout.outcome is not None and (known is None or known.outcome is None)
-    if is_decided and rollout.outcome is RolloutOutcome.ABORTED and had_promoted and tag in good.backends:
+    is_aborted = is_decided and rollout.outcome is RolloutOutcome.ABORTED and had_promoted
+    if is_aborted and tag in good.backends and _is_candidate(rollout, now.backends[tag]):
         now.backends[tag] = good.backends[tag]
+        if rollout.deployed is not None and tag in good.endpoints:
+            now.endpoints[tag] = good.endpoints[tag]
     if rollout.state is RolloutState.ENDED:
         forget(now, good, rollout)
     return is_decided and rollout.outcome is RolloutOutcome.PROMOTED
+
+
+def _is_candidate(rollout: Rollout, made: Made) -> bool:
+    """Whether no other version was deployed while it was promoted."""
+    candidate = rollout.candidate
+    return (made.code, made.version) == (candidate.replica_config, candidate.version)
 
 
 class RolloutsKeepTheirWord(Check):

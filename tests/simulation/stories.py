@@ -73,10 +73,15 @@ def _endpoint_options(dice: random.Random) -> EndpointOptions:
 
 
 def _deploy(dice: random.Random, request_id: str | None) -> c.Deploy:
+    rollout = None
+    if dice.random() < 0.4:
+        steps = dice.choice([("50%", "100%"), ("25%", "50% wait", "100%")])
+        rollout = RolloutConfig(steps=steps, cool_down_s=dice.choice([0.0, 5.0]))
     return c.Deploy(
         name=dice.choice(DEPLOYMENTS),
         replica_config=code(dice),
-        backend_config=config(dice),
+        backend_config=msgspec.structs.replace(config(dice), rollout=rollout),
+        skips_rollout=dice.random() < 0.1,
         route_prefix=dice.choice(ROUTES),
         version=dice.choice([*VERSIONS, None]),
         prev_version=dice.choice([None, None, None, *VERSIONS]),

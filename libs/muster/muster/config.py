@@ -13,9 +13,11 @@ import operator
 import warnings
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
+import msgspec
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -29,6 +31,8 @@ from pydantic import (
 )
 
 from serve_common.config.autoscaling import AggregationFunction, AutoscalingContext
+from serve_common.config.rollout import RolloutConfig, check_rollout_config
+from serve_common.errors import BadField
 from serve_common.names import DeploymentID
 
 __all__ = [
@@ -66,6 +70,20 @@ def check_json(value: Value, name: str) -> Value:
     except TypeError as error:
         raise ValueError(f"{name} is not JSON-serializable: {error}.") from error
     return value
+
+
+def check_rollout(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return ``value``; raises ValueError unless it has settings of a rollout."""
+    if value is not None:
+        try:
+            check_rollout_config(msgspec.convert(value, RolloutConfig))
+        except (msgspec.ValidationError, BadField) as error:
+            raise ValueError(str(error)) from error
+    return value
+
+
+RolloutDict = Annotated[dict[str, Any] | None, AfterValidator(check_rollout)]
+"""Settings of a rollout by their names, or None for none."""
 
 
 class AutoscalingPolicy(BaseModel):

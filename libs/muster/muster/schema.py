@@ -249,6 +249,8 @@ class DeploymentSchema(BaseModel):
     """Share of the replicas that an update replaces at a time."""
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | DEFAULT = DEFAULT.VALUE
     """Extra replicas during an update, in %."""
+    rollout: dict[str, Any] | DEFAULT | None = DEFAULT.VALUE
+    """Muster's own: settings of the rollout that each deploy of another version is."""
 
     @model_validator(mode="before")
     @classmethod

@@ -61,6 +61,8 @@ def parse_application(found: FileText) -> tuple[DeployApplication, list[str]]:
         raise file.build_error((), "must have the fields of an application: name, deployments, ingress, ...")
     if "request_id" in file.value:
         raise file.build_error(("request_id",), "belongs to one run, not into a file")
+    if file.value.get("skips_rollout"):
+        raise file.build_error(("skips_rollout",), "belongs to one run, not into a file: use --no-rollout")
     request = file.convert(DeployApplication)
     try:
         return _check_application(request, found.directory)
@@ -122,6 +124,12 @@ def deploy(
             help="File in YAML or JSON that describes the application; '-' reads standard input.",
         ),
     ],
+    skips_rollout: Annotated[
+        bool,
+        typer.Option(
+            "--no-rollout", help="Replace old versions at once although 'rollout' is set, as for a hotfix."
+        ),
+    ] = False,
 ) -> ChangeRequest:
     """Create or update an application from a file, and wait until it serves.
 
@@ -146,12 +154,13 @@ def deploy(
     endpoint_options, shard_key_header, backend_header, relative_slo_ms and error_format; under backend_config, all
     others. 'methods' stands beside route_prefix.
     """
-    return build_app_change(read_file(file, session.directory, "--file"))
+    return build_app_change(read_file(file, session.directory, "--file"), skips_rollout=skips_rollout)
 
 
-def build_app_change(found: FileText) -> ChangeRequest:
+def build_app_change(found: FileText, *, skips_rollout: bool = False) -> ChangeRequest:
     """The change that a file describes. Raises `BadField`."""
     request, notes = parse_application(found)
+    request = msgspec.structs.replace(request, skips_rollout=skips_rollout)
     for note in notes:
         print_error(note)
     return ChangeRequest(

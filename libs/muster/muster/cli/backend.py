@@ -98,6 +98,9 @@ def update(
         ),
     ],
     fields: FieldsOption = None,
+    skips_rollout: Annotated[
+        bool, typer.Option("--no-rollout", help="Reconfigure all replicas at once although 'rollout' is set.")
+    ] = False,
     overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Change settings of a deployment or backend without replacing replicas.
@@ -112,6 +115,7 @@ def update(
         UpdateBackendConfig(
             backend_tag=deployment_tag(name, "NAME"),
             config=parse_backend_overrides(overrides, fields, session.directory),
+            skips_rollout=skips_rollout,
         ),
         name,
         "is updated",

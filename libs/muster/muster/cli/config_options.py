@@ -1,4 +1,4 @@
-"""Options for the fields of a backend's, a replica's and an endpoint's configuration.
+"""Options for the fields of a backend's and a replica's configuration.
 
 Why tables: a field is an option of `muster deploy`, `muster backend create` and `muster update` alike, and a
 test ensures that none is forgotten.
@@ -21,8 +21,6 @@ from serve_common.config.backend import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
-    EndpointOptions,
-    ErrorFormat,
     LoggingConfig,
     OnFailure,
     OutlierEjection,
@@ -31,10 +29,10 @@ from serve_common.config.backend import (
     ReplicaConfig,
     ReplicaPolicyName,
     check_backend_config,
-    check_endpoint_options,
     check_replica_config,
     merged,
 )
+from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import BadField
 
 _CODE, _SIZE, _UPDATES = "Code", "Size and place", "Updates"
@@ -171,6 +169,16 @@ _FIELDS: Final = (
         ),
         _UPDATES,
         "ACTION",
+    ),
+    (
+        "rollout",
+        str,
+        (
+            "Roll out each new version step by step, as 'muster rollout start' does: its steps, as in '5%, 50% 10m, "
+            "100%', or 'default', or a JSON object of its settings; 'off': replace the old version at once."
+        ),
+        _UPDATES,
+        "STEPS|JSON",
     ),
     (
         "max_surge_percent",
@@ -410,8 +418,23 @@ def _fields(overrides: Mapping[str, Any], directory: Path) -> dict[str, Any]:
             fields[name] = _OFF_VALUES[name]
         else:
             fields[name] = parsing.read_group(fields[name], get_option_name(name), group)
+    if "rollout" in fields:
+        fields["rollout"] = _read_rollout(fields["rollout"])
     plain: dict[str, Any] = msgspec.to_builtins(fields)
     return plain
+
+
+def _read_rollout(text: str) -> dict[str, Any] | None:
+    """Read steps, or settings by name as a JSON object; ``default`` changes no setting."""
+    if text.lstrip().startswith("{"):
+        return parsing.read_group(text, get_option_name("rollout"), RolloutConfig)
+    match text.strip():
+        case "off":
+            return None
+        case "default":
+            return {}
+        case steps:
+            return {"steps": [step.strip() for step in steps.split(",")]}
 
 
 def _actor_options(overrides: Mapping[str, Any], directory: Path) -> RayActorOptions:
@@ -419,82 +442,3 @@ def _actor_options(overrides: Mapping[str, Any], directory: Path) -> RayActorOpt
     options = parsing.read_typed(text, directory, "--ray-actor-options", RayActorOptions, "an object")
     amounts = {name: overrides[name] for name in ("num_cpus", "num_gpus") if name in overrides}
     return msgspec.structs.replace(options or RayActorOptions(), **amounts)
-
-
-_ENDPOINT_PANEL: Final = "Requests"
-_ENDPOINT_FIELDS: Final = (
-    (
-        "shard_key_header",
-        str,
-        "Request header whose value keeps requests at one backend and replica; '' disables it.",
-        "HEADER",
-    ),
-    (
-        "backend_header",
-        str,
-        "Request header that selects one of the endpoint's backends; '' disables it.",
-        "HEADER",
-    ),
-    (
-        "relative_slo_ms",
-        float,
-        (
-            "Milliseconds from arrival until a request is cancelled and answered with 504, unless it sets a "
-            "deadline of its own, as by the header X-Serve-Relative-SLO-MS. Never later than "
-            "request_timeout_s of 'muster http show'."
-        ),
-        "MILLISECONDS",
-    ),
-    (
-        "error_format",
-        ErrorFormat,
-        "Form of the proxies' own errors: problem (JSON as of RFC 9457), or text (Ray Serve's text and statuses).",
-        "FORMAT",
-    ),
-)
-"""Options for the fields of `EndpointOptions`: name, type, help text, metavar. They never touch a replica."""
-
-
-def _endpoint_text(name: str, text: str) -> str:
-    default = getattr(EndpointOptions(), name)
-    if isinstance(default, Enum):
-        default = default.value
-    return f"{text} Default: {default}." if default else text
-
-
-ENDPOINT_OPTIONS: Final = tuple(
-    option(name, kind, _endpoint_text(name, text), panel=_ENDPOINT_PANEL, metavar=metavar)
-    for name, kind, text, metavar in _ENDPOINT_FIELDS
-)
-"""Options for complete `EndpointOptions`; help texts end with the default."""
-ENDPOINT_CHANGES: Final = tuple(
-    option(name, kind, text, metavar=metavar) for name, kind, text, metavar in _ENDPOINT_FIELDS
-)
-"""Options for partial `EndpointOptions`: fields that are not given stay as they are."""
-
-_ENDPOINT_NAMES: Final = frozenset(name for name, *_rest in _ENDPOINT_FIELDS)
-
-
-def build_endpoint_options(overrides: Mapping[str, Any]) -> EndpointOptions:
-    """Build complete options: given fields, defaults for the rest. Raises `BadField` naming the option."""
-    return _checked({name: value for name, value in overrides.items() if name in _ENDPOINT_NAMES})
-
-
-def parse_endpoint_overrides(
-    overrides: Mapping[str, Any], fields: str | None, directory: Path
-) -> dict[str, Any]:
-    """Collect the given fields: those of the JSON object ``fields``, overridden by options. Raises `BadField`."""
-    partial = {**parsing.read_object(fields, directory, "--fields"), **msgspec.to_builtins(overrides)}
-    if not partial:
-        raise BadField("options", "nothing is given; --help shows them")
-    _checked(partial)
-    return partial
-
-
-def _checked(fields: Mapping[str, Any]) -> EndpointOptions:
-    try:
-        return check_endpoint_options(
-            merged(EndpointOptions(), msgspec.to_builtins(fields), "endpoint_options"), "endpoint_options"
-        )
-    except BadField as error:
-        raise name_option(error, "endpoint_options") from error

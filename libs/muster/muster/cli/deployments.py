@@ -24,11 +24,10 @@ from muster.cli.changes import (
 from muster.cli.config_options import (
     BACKEND_OPTIONS,
     CODE_OPTIONS,
-    ENDPOINT_OPTIONS,
     build_backend_config,
-    build_endpoint_options,
     build_replica_config,
 )
+from muster.cli.endpoint_options import ENDPOINT_OPTIONS, build_endpoint_options
 from muster.cli.help import Commands, find_command
 from muster.cli.output import print_error, print_json, print_line, short_name, write_body
 from muster.cli.queries import (
@@ -117,6 +116,12 @@ def deploy(
             "--prev-version", metavar="VERSION", help="Refuse the deploy unless this version is deployed now."
         ),
     ] = None,
+    skips_rollout: Annotated[
+        bool,
+        typer.Option(
+            "--no-rollout", help="Replace the old version at once although --rollout is set, as for a hotfix."
+        ),
+    ] = False,
     fails: Annotated[
         bool,
         typer.Option(
@@ -153,7 +158,8 @@ def deploy(
 
     A deploy is complete: options that are left out get their defaults again, and all requests go to this deployment
     again. To change one setting only, use 'muster update'. When no replica of the new version starts, the previous
-    version keeps serving.
+    version keeps serving. With --rollout another version takes over step by step, and the command waits until it is
+    promoted (exit code 0) or aborted (1).
     """
     of_application = ServeOptions(
         runtime_env=runtime_env,
@@ -168,6 +174,7 @@ def deploy(
         "methods": methods,
         "version": version,
         "prev_version": prev_version,
+        "no_rollout": skips_rollout or None,
         **overrides,
         "app_dir": None,
     }
@@ -202,6 +209,7 @@ def deploy(
         endpoint_options=build_endpoint_options(overrides),
         version=version,
         prev_version=prev_version,
+        skips_rollout=skips_rollout,
         **parsing.read_methods(methods),
     )
     return build_deploy_request(request)

@@ -11,11 +11,11 @@ import typer
 from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.completion import complete_endpoint
-from muster.cli.config_options import (
+from muster.cli.config_options import name_option
+from muster.cli.endpoint_options import (
     ENDPOINT_CHANGES,
     ENDPOINT_OPTIONS,
     build_endpoint_options,
-    name_option,
     parse_endpoint_overrides,
 )
 from muster.cli.help import Commands

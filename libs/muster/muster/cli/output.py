@@ -26,6 +26,7 @@ from muster.cli import parsing
 from serve_common.api.views import ReplicaView
 from serve_common.clock import Clock, SystemClock
 from serve_common.config.backend import METHODS, BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.config.rollout import RolloutConfig
 from serve_common.values import truncate
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ def format_methods(methods: Sequence[str]) -> str:
 
 def format_value(value: Any) -> str:
     """Format a value: text unchanged, a group of fields as its option takes it, anything else as JSON."""
-    if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions):
+    if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions | RolloutConfig):
         return parsing.group_text(value)
     plain = msgspec.to_builtins(value)
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()

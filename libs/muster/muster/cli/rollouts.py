@@ -65,7 +65,7 @@ def start(
             "--steps",
             metavar="STEPS",
             help="Steps with commas between, each [shadow] N% [DURATION] [wait]. "
-            f"Default: '{', '.join(RolloutConfig().steps)}'.",
+            f"Default: those of the deployment's --rollout, or '{', '.join(RolloutConfig().steps)}'.",
         ),
     ] = None,
     limits: Annotated[
@@ -96,7 +96,7 @@ def start(
     if steps is not None:
         fields["steps"] = [step.strip() for step in steps.split(",")]
     try:
-        rollout = check_rollout_config(msgspec.convert(fields, RolloutConfig))
+        rollout = check_rollout_config(msgspec.convert(fields, RolloutConfig)) if fields else None
     except msgspec.ValidationError as error:
         raise BadField("--limits", str(error)) from error
     backend_fields = _backend_fields(session, overrides)

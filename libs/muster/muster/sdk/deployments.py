@@ -24,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from muster.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig, check_json
+from muster.config import AutoscalingConfig, BackpressureConfig, RequestRouterConfig, RolloutDict, check_json
 from muster.schema import DEFAULT, LoggingConfig
 
 _UNSUPPORTED: Final = {
@@ -81,6 +81,8 @@ class DeploymentOptions(BaseModel):
     """Share of the replicas that an update replaces at a time."""
     max_surge_percent: int = Field(default=0, ge=0, le=100)
     """Extra replicas during an update, in %."""
+    rollout: RolloutDict = None
+    """Muster's own: settings of the rollout that each deploy of another version is, by their names; None for none."""
 
     @field_validator("user_config")
     @classmethod
@@ -131,6 +133,7 @@ class OptionValues(TypedDict, total=False):
     deployment_actors: Any
     rolling_update_percentage: float
     max_surge_percent: int
+    rollout: dict[str, Any] | None
 
 
 _NAMES: Final = tuple(OptionValues.__annotations__)

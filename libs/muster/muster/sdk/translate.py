@@ -26,6 +26,7 @@ from serve_common.config.backend import (
     ReplicaPolicyName,
 )
 from serve_common.config.backend import LoggingConfig as ReplicaLogging
+from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import BadField
 
 _log: Final = logging.getLogger("ray.serve")
@@ -157,6 +158,7 @@ def _backend_config(
         replica_policy=ReplicaPolicyName(options.request_router_config.get_replica_policy()),
         max_surge_percent=float(options.max_surge_percent) if is_surge_chosen else share,
         max_unavailable_percent=share,
+        rollout=None if options.rollout is None else msgspec.convert(options.rollout, RolloutConfig),
         may_call=(EVERYTHING,),  # as in Ray Serve: programs find other applications by `get_app_handle`
     )
 

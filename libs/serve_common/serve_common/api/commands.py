@@ -74,6 +74,8 @@ class Deploy(Command[ChangeReply], frozen=True, kw_only=True):
     """The user's name for the code. Reusing it keeps running replicas; None always makes a new version."""
     prev_version: str | None = None
     """The command is refused unless this version is deployed now. None: no check."""
+    skips_rollout: bool = False
+    """Whether a new version replaces the old one at once although `BackendConfig.rollout` is set, as for a hotfix."""
     request_id: str | None = None
     """Id of one change, chosen by the client; a retry with the same id is answered with the same goal."""
 
@@ -118,6 +120,8 @@ class DeployApplication(Command[ChangeReply], frozen=True, kw_only=True):
     app_config: dict[str, Any] | None = None
     """What a configuration file has for the application, for `muster config`: it is stored and shown, and changes
     nothing. None: deployed without a file."""
+    skips_rollout: bool = False
+    """Whether new versions replace the old ones at once although `BackendConfig.rollout` is set, as in `Deploy`."""
     request_id: str | None = None
     """Id of one change, as in `Deploy`."""
 
@@ -175,6 +179,8 @@ class UpdateBackendConfig(Command[ChangeReply], frozen=True, kw_only=True):
     """Tag of the backend or deployment."""
     config: dict[str, Any]
     """Some fields of `BackendConfig`."""
+    skips_rollout: bool = False
+    """Whether replicas are reconfigured at once although `BackendConfig.rollout` is set, as in `Deploy`."""
 
 
 class Scale(Command[ChangeReply], frozen=True, kw_only=True):
@@ -311,8 +317,8 @@ class StartRollout(Command[ChangeReply], frozen=True, kw_only=True):
     """Fields of `BackendConfig` that the new version changes."""
     version: str | None = None
     """The user's name for the code."""
-    rollout: RolloutConfig = RolloutConfig()
-    """Steps and limits."""
+    rollout: RolloutConfig | None = None
+    """Steps and limits. None: those of the deployment's `BackendConfig.rollout`, or the defaults."""
     again: bool = False
     """Whether to try a version that was aborted a short time ago."""
     request_id: str | None = None

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from serve_common.config.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
+from serve_common.config.rollout import RolloutConfig, check_rollout_config
 from serve_common.config.runtime_env import check_runtime_env
 from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
@@ -269,6 +270,9 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Extra replicas allowed during an update, in % of `num_replicas`; rounded up."""
     max_unavailable_percent: float = 25.0
     """Replicas that may be missing during an update when capacity is short, in % of `num_replicas`; rounded up."""
+    rollout: RolloutConfig | None = None
+    """How another version of a deployment takes over its traffic; None: it replaces the old one as soon as it runs.
+    What replicas are reconfigured with, such as `user_config`, is rolled out too, and applied in place at the end."""
     placement: Placement = Placement.SPREAD
     """How hosts are chosen for replicas."""
     max_replicas_per_host: int | None = None
@@ -315,6 +319,8 @@ def check_backend_config(config: BackendConfig, field: str = "backend_config") -
         check_may_call(config.may_call, f"{field}.may_call")
     if config.logging_config is not None:
         _check_logging(config.logging_config, f"{field}.logging_config")
+    if config.rollout is not None:
+        check_rollout_config(config.rollout, f"{field}.rollout")
     return config
 
 

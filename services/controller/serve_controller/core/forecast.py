@@ -48,6 +48,7 @@ def build_notes(before: Checkpoint, after: Checkpoint, with_replicas: Collection
     return [
         *_applications(before, after),
         *_backends(before, after, with_replicas),
+        *_rollouts(before, after),
         *_endpoints(before, after),
         *_http(before, after),
         *_hosts(before, after),
@@ -85,6 +86,24 @@ def _backends(before: Checkpoint, after: Checkpoint, with_replicas: Collection[B
         if texts:
             untouched = "" if tag in with_replicas else "; no replica is touched"
             yield f"{tag}: {', '.join(texts)}{untouched}"
+
+
+def _rollouts(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
+    for tag in changed_names(before.rollouts, after.rollouts):
+        known, rollout = before.rollouts.get(tag), after.rollouts.get(tag)
+        if rollout is None:
+            continue
+        is_new = known is None or known.goal_id != rollout.goal_id
+        if known is not None and known.outcome is None and (is_new or rollout.outcome is not None):
+            yield f"the rollout of {tag} to version {known.candidate.version or 'unversioned'} ends"
+        if is_new:
+            version = rollout.candidate.version or "unversioned"
+            yield (
+                f"a rollout of {tag} starts: its requests go to version {version} by the steps "
+                f"{', '.join(map(str, rollout.steps))}, and its replicas are replaced at the end"
+            )
+        elif rollout.deployed != (known and known.deployed):
+            yield f"the rollout of {tag} goes on; what else is changed follows when it is promoted"
 
 
 def _endpoints(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
@@ -166,6 +185,7 @@ def _differs(before: Checkpoint, after: Checkpoint) -> bool:
         or bool(changed_names(before.applications, after.applications))
         or bool(changed_names(before.build_failures, after.build_failures))
         or bool(changed_names(before.captures, after.captures))
+        or bool(changed_names(before.rollouts, after.rollouts))
         or before.http != after.http
     )
 

@@ -145,7 +145,7 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
         else:
             undo_backend(draft, backend, reason[-ERROR_LENGTH_MAX:], is_whole=whole)
     for endpoint_tag in owned_endpoints(goal):
-        _undo_endpoint(draft, endpoint_tag)
+        undo_endpoint(draft, endpoint_tag)
 
 
 def _undo_application(draft: Draft, goal: Goal) -> bool:
@@ -164,7 +164,8 @@ def _undo_application(draft: Draft, goal: Goal) -> bool:
     return True
 
 
-def _undo_endpoint(draft: Draft, tag: EndpointTag) -> None:
+def undo_endpoint(draft: Draft, tag: EndpointTag) -> None:
+    """Make the last good configuration of an endpoint its target again, if there is one."""
     endpoint = draft.endpoints.get(tag)
     if endpoint is None or endpoint.last_good is None:
         return
@@ -234,7 +235,9 @@ def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
         return rollout.progress
     left_out = deployments_removed_by(draft, goal)
     for tag in owned_backends(goal):
-        backend = draft.backends.get(tag)
+        backend, rollout = draft.backends.get(tag), draft.rollouts.get(tag)
+        if rollout is not None and rollout.is_active and rollout.goal_id == goal.goal_id:
+            return f"{tag}: {rollout.progress}"
         if backend is None or backend.deleting:
             left = len(draft.get_replicas(tag))
             if left:
@@ -369,7 +372,7 @@ def _mark_good(draft: Draft, goal: Goal, now: float) -> None:
     for endpoint_tag in owned_endpoints(goal):
         endpoint = draft.endpoints.get(endpoint_tag)
         if endpoint is not None:
-            _mark_endpoint_good(draft, endpoint, goal)
+            mark_endpoint_good(draft, endpoint, goal)
     for tag in owned_backends(goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
@@ -400,7 +403,8 @@ def _mark_part_good(draft: Draft, tag: BackendTag) -> None:
         draft.put(msgspec.structs.replace(application, last_good=good))
 
 
-def _mark_endpoint_good(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None:
+def mark_endpoint_good(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None:
+    """Record an endpoint's target as its last good configuration, as far as it is the goal's."""
     reached: EndpointConfig | None = endpoint.target
     if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint.endpoint_tag)):
         # The other fields belong to a deploy that may still fail.

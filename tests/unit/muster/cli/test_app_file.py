@@ -20,6 +20,7 @@ from serve_common.config.backend import (
     OnFailure,
     ReplicaConfig,
 )
+from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import Conflict
 
 Muster = Callable[..., Result]
@@ -93,6 +94,16 @@ def test_a_file_becomes_one_change(muster: Muster, controller: Any, file: Path, 
     assert "/apps/elsewhere does not exist here" in result.stderr
 
 
+def test_rollouts_of_a_file_are_part_of_it_and_can_be_skipped(
+    muster: Muster, controller: Any, file: Path, tmp_path: Path
+) -> None:
+    file.write_text(SHOP.replace("window_s: 20}", "window_s: 20}, rollout: {steps: [5% 1m, 100%]}"))
+    assert muster("app", "deploy", "-f", "shop/shop.yaml", "--no-rollout").exit_code == 0
+    request = sent(controller)
+    assert request.skips_rollout
+    assert request.deployments[1].backend_config.rollout == RolloutConfig(steps=("5% 1m", "100%"))
+
+
 def test_what_is_read_from_a_pipe_is_relative_to_here(
     muster: Muster, controller: Any, file: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +142,13 @@ def test_a_refusal_is_told(muster: Muster, controller: Any, file: Path) -> None:
         ("name: shop\n", "", "name: is missing"),
         ("name: shop", "name: sh/op", "name: 'sh/op'"),
         ("name: shop", "name: shop\nrequest_id: x", "request_id: belongs to one run"),
+        ("name: shop", "name: shop\nskips_rollout: true", "skips_rollout: belongs to one run"),
+        (
+            "window_s: 20}",
+            "window_s: 20}, rollout: {step: []}",
+            "rollout.step: is unknown; did you mean 'steps'?",
+        ),
+        ("window_s: 20}", "window_s: 20}, rollout: {steps: [5%]}", "rollout.steps: must end with 100%"),
         ("route_prefix: /shop", "route_prefix: shop", "route_prefix: 'shop' must begin with '/'"),
         ("ingress: front", "ingress: back", "ingress: 'back' is none of the deployments; there are: front"),
         ("- name: model", "- name: front", "deployments[1].name: front is there twice"),

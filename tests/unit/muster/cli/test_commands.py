@@ -10,13 +10,8 @@ import msgspec
 import pytest
 from typer.testing import Result
 
-from muster.cli.config_options import (
-    BACKEND_CHANGES,
-    BACKEND_OPTIONS,
-    CODE_OPTIONS,
-    ENDPOINT_CHANGES,
-    ENDPOINT_OPTIONS,
-)
+from muster.cli.config_options import BACKEND_CHANGES, BACKEND_OPTIONS, CODE_OPTIONS
+from muster.cli.endpoint_options import ENDPOINT_CHANGES, ENDPOINT_OPTIONS
 from muster.cli.endpoints import HTTP_CHANGES
 from muster.cli.parsing import group_text
 from muster.client.requests import UnknownError
@@ -237,6 +232,11 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
             again=True,
         ),
         "digits runs the new version: every step passed: 1 replica, version v1",
+    ),
+    (
+        "update digits --user-config 1 --no-rollout",
+        UpdateBackendConfig(backend_tag="default/digits", config={"user_config": 1}, skips_rollout=True),
+        "backend digits is updated",
     ),
     (
         "rollout pause digits",
@@ -981,6 +981,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         circuit_breaker=CircuitBreaker(
             failure_percent=20.0, requests_min=21, window_s=22.0, open_time_s=23.0
         ),
+        rollout=RolloutConfig(steps=("5% 30s", "100%")),
     )
     given = msgspec.to_builtins(config)
     given |= {"user_config": '{"a": [1]}', "on_failure": "go-back", "replica_policy": "round-robin"}
@@ -992,6 +993,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         "circuit_breaker": "failure_percent=20,requests_min=21,window_s=22,open_time_s=23",
         "logging_config": "logs_dir=/logs,encoding=JSON,log_level=DEBUG,enable_access_log=false,"
         'additional_log_standard_attrs=["funcName"]',
+        "rollout": "5% 30s, 100%",
     }
     options = [
         text
@@ -1013,6 +1015,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
     assert muster("update", "v1", *options).exit_code == 0
     wanted = {**msgspec.to_builtins(config), "may_call": ["shop", "bank/ledger"]}
     wanted["logging_config"]["additional_log_standard_attrs"] = ["funcName"]
+    wanted["rollout"] = {"steps": ["5% 30s", "100%"]}
     assert controller.asked_of("update_backend_config")[0].config == wanted
 
 
@@ -1163,6 +1166,7 @@ def test_a_long_list_is_shown_whole(muster: Muster, controller: Any) -> None:
         ("--outlier-ejection", {"outlier_ejection": {"consecutive_failures": 0}}),
         ("--circuit-breaker", {"circuit_breaker": {"failure_percent": 0.0}}),
         ("--autoscaling-config", {"autoscaling_config": None}),
+        ("--rollout", {"rollout": None}),
     ],
 )
 def test_what_protects_can_be_switched_off(

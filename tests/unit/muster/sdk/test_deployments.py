@@ -23,6 +23,7 @@ from muster.sdk.build import build_app
 from muster.sdk.translate import deploy_command
 from serve_common.api.commands import DeploymentSpec
 from serve_common.config.backend import ReplicaPolicyName
+from serve_common.config.rollout import RolloutConfig
 
 
 class Model:
@@ -71,6 +72,7 @@ def test_defaults_are_those_of_ray_serve() -> None:
         ({"max_constructor_retry_count": 3}, "max_constructor_retry_count", 3),
         ({"max_replicas_per_node": 2}, "max_replicas_per_host", 2),
         ({"max_surge_percent": 50}, "max_surge_percent", 50),
+        ({"rollout": {"steps": ["5%", "100%"]}}, "rollout", RolloutConfig(steps=("5%", "100%"))),
     ],
 )
 def test_each_option_reaches_the_backend(options: dict[str, Any], field: str, value: Any) -> None:
@@ -178,6 +180,8 @@ def test_options_copies_and_keeps_the_others() -> None:
         ({"request_router_config": {"request_router_class": "own:Router"}}, ValidationError, "session_id"),
         ({"request_router_config": {"max_backoff_s": 0}}, ValidationError, "greater than 0"),
         ({"rolling_update_percentage": 2}, ValidationError, "less than or equal to 1"),
+        ({"rollout": {"step": []}}, ValidationError, "unknown field `step`"),
+        ({"rollout": {"steps": ["5%"]}}, ValidationError, r"rollout\.steps: must end with 100%"),
     ],
 )
 def test_what_cannot_be_accepted_fails_at_the_decorator(

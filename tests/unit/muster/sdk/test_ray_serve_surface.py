@@ -40,6 +40,8 @@ NO_CLASSES = {"gRPCStatusError"}
 """Classes that may be named and caught, and not made."""
 OTHER_FIELDS = {"AutoscalingContext"}
 """Classes of which Muster's own have other fields."""
+OWN = {"DeploymentSchema": {"rollout"}, "deployment": {"rollout"}}
+"""Fields and parameters that only Muster has."""
 
 
 def classes(module: str) -> dict[str, ast.ClassDef]:
@@ -133,7 +135,7 @@ def test_every_field_and_every_member_is_there(module: str) -> None:
             assert {member.name: member.value for member in mine} == members(node), name
         else:
             known = set(mine.model_fields) if issubclass(mine, BaseModel) else set(mine.__annotations__)
-            assert known == fields(node), name
+            assert known - OWN.get(name, set()) == fields(node), name
         compared += 1
     assert compared >= 10
 
@@ -162,7 +164,7 @@ def test_every_function_has_the_same_parameters() -> None:
         theirs, ours = signature(node), list(inspect.signature(getattr(muster, node.name)).parameters)
         private = {name for name in theirs if name.startswith("_") and name not in ours}
         assert [name for name in theirs if name not in private] == [
-            name for name in ours if name != "kwargs"
+            name for name in ours if name != "kwargs" and name not in OWN.get(node.name, set())
         ], node.name
         compared += 1
     assert compared >= 12

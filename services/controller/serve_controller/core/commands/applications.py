@@ -41,6 +41,15 @@ from serve_controller.core.commands.deployments import (
     put_deployment,
     unwanted_deployments,
 )
+from serve_controller.core.commands.rolled_deploys import (
+    check_rolled,
+    check_rollout_of_deployment,
+    has_deployed_rollout,
+    is_rolled_out_as,
+    makes_rollout,
+    roll_out_part,
+    supersede_rollout,
+)
 from serve_controller.core.goals import (
     application_owned,
     build_failure_owned,
@@ -89,6 +98,12 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     if existing is None and name != DEFAULT_APPLICATION:  # that is in the tags of all with a bare name
         _check_name_free(checkpoint, name, set(parts))
     check_backend_limit(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
+    rolled_tags = [
+        tag
+        for tag, wanted in parts.items()
+        if (backend := checkpoint.backends.get(tag)) is not None
+        and makes_rollout(checkpoint, backend, wanted, skips=command.skips_rollout)
+    ]
     target = ApplicationVersion(
         ingress=ingress, deployments=sorted(parts), takes_over=takes_over, app_config=command.app_config
     )
@@ -109,6 +124,26 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
         return msgspec.structs.replace(current, changes=draft.changes())  # without a build that failed since
     for tag in left_out:
         check_unused(checkpoint, tag, {EndpointTag(tag)})
+    rolled = {
+        tag: check_rolled(
+            checkpoint,
+            checkpoint.backends[tag],
+            parts[tag],
+            configs[tag],
+            now,
+            at=f"deployments[{list(parts).index(tag)}]",
+            more=len(rolled_tags),
+        )
+        for tag in rolled_tags
+    }
+    if rolled and takes_over is not None:
+        raise Conflict(
+            f"route_prefix: {route!r} moves to {ingress!r}, which is no part of a rollout; deploy that first with "
+            f"skips_rollout, or the new version without it"
+        )
+    for tag in (*parts, *left_out):
+        if tag not in rolled:
+            supersede_rollout(draft, tag, now)
     owns = [
         application_owned(name),
         *(key for tag in (*target.deployments, *left_out) for key in deployment_owned(tag)),
@@ -123,8 +158,16 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
         )
     )
     for tag, wanted in parts.items():
-        draft.put(_part(checkpoint, tag, wanted, configs[tag], goal_id))
-        put_deployment(draft, tag, configs[tag], now, name)
+        if tag in rolled:
+            # The version that runs stays what it is until the rollout has passed.
+            draft.put(
+                msgspec.structs.replace(draft.backends[tag], goal_id=goal_id, start_failures=0, retry_at=0.0)
+            )
+            roll_out_part(draft, rolled[tag], goal_id, now)
+            put_deployment(draft, tag, draft.endpoints[EndpointTag(tag)].target, now, name)
+        else:
+            draft.put(_part(draft, tag, wanted, configs[tag], goal_id))
+            put_deployment(draft, tag, configs[tag], now, name)
     return changed(draft, name, goal_id)
 
 
@@ -157,6 +200,7 @@ def _checked_parts(
             raise BadField(f"{at}name", f"{spec.name!r} is given twice")
         parts[tag] = Wanted(spec.replica_config, spec.backend_config, spec.version, spec.version is not None)
         check_target(parts[tag], at)
+        check_rollout_of_deployment(parts[tag], tag, f"{at}name", is_deployment=True)
         options[tag] = check_endpoint_options(spec.endpoint_options, f"{at}endpoint_options")
     _check_app_config(command.app_config)
     if BackendTag(f"{command.name}/{command.ingress}") not in parts:
@@ -191,6 +235,10 @@ def _is_same(
         if goal is not None and goal.goal_id != existing.goal_id:
             return False  # that one is not done
         backend = checkpoint.backends.get(tag)
+        if is_rolled_out_as(checkpoint, existing.goal_id, tag, wanted, configs[tag]):
+            continue
+        if has_deployed_rollout(checkpoint, tag):
+            return False
         if backend is None or not is_deployed_as(checkpoint, backend, wanted, configs[tag]):
             return False
     return True

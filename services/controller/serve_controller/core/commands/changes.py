@@ -19,6 +19,7 @@ from serve_common.config.backend import (
 )
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, GoalId, check_name
+from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals import backend_keys, end_goal, owned_application, owned_backends
 from serve_controller.core.objects import (
@@ -80,10 +81,10 @@ def is_going(checkpoint: Checkpoint, backend: Backend) -> bool:
     return backend.deleting and backend.goal_id in checkpoint.pending
 
 
-def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned: str) -> Accepted | None:
+def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, *owned: str) -> Accepted | None:
     """The outcome of a command that was accepted before under the same request id, or None.
 
-    ``owned`` is the key that its goal must own: an id used for something else is no retry. Raises `BadField` for an
+    Its goal must own one of the keys ``owned``: an id used for something else is no retry. Raises `BadField` for an
     invalid id.
     """
     if request_id is None:
@@ -91,7 +92,7 @@ def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned:
     check_name(request_id, "request_id")
     goal_id = checkpoint.requests.get(request_id)
     goal = None if goal_id is None else checkpoint.goals.get(goal_id)
-    if goal is None or owned not in goal.owns:
+    if goal is None or not set(owned) & set(goal.owns):
         return None
     return nothing_to_do(subject, goal.goal_id, updating=True)
 
@@ -120,6 +121,8 @@ def new_goal(
     _end_replaced(draft, replaced, owns, goal_id, now)
     if whole is not None:
         _hand_over(draft, whole, goal_id)
+    if kind is GoalKind.APPLICATION:
+        _hand_over_rollouts(draft, replaced, owns, goal_id)
     draft.put(
         Goal(
             goal_id=goal_id,
@@ -173,6 +176,17 @@ def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:
         backend = draft.backends.get(tag)
         if backend is not None and backend.goal_id == former.goal_id:
             draft.put(msgspec.structs.replace(backend, goal_id=goal_id))
+
+
+def _hand_over_rollouts(
+    draft: Draft, replaced: Collection[GoalId], owns: Sequence[str], goal_id: GoalId
+) -> None:
+    """Make a goal of an application wait for the rollouts that the goal before it had started."""
+    keys = backend_keys(owns)
+    for tag in sorted(draft.active_rollouts):
+        rollout = draft.rollouts[tag]
+        if rollout.outcome is None and rollout.goal_id in replaced and backend_key(tag) in keys:
+            draft.put(rollout.with_goal(goal_id))
 
 
 def check_target(wanted: Wanted, at: str = "") -> None:

@@ -41,6 +41,13 @@ from serve_controller.core.commands.changes import (
     nothing_to_do,
     retried,
 )
+from serve_controller.core.commands.rolled_deploys import (
+    check_rollout_of_deployment,
+    deploy_by_rollout,
+    has_deployed_rollout,
+    makes_rollout,
+    supersede_rollout,
+)
 from serve_controller.core.goals import deployment_owned, pending_goal
 from serve_controller.core.objects import (
     Application,
@@ -52,6 +59,7 @@ from serve_controller.core.objects import (
     ObjectKind,
     Revision,
 )
+from serve_controller.core.rollouts.record import rollout_owned
 from serve_controller.core.scaling import check_within_limits, scaled_config
 from serve_controller.core.snapshots import check_not_moving
 from serve_controller.core.versions import Wanted, make_backend, matches_target
@@ -60,9 +68,8 @@ from serve_controller.core.versions import Wanted, make_backend, matches_target
 def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     """Create or update a deployment: its backend and the endpoint of its tag."""
     tag = deployment_tag(command.name)
-    wanted = Wanted(
-        command.replica_config, command.backend_config, command.version, command.version is not None
-    )
+    is_named = command.version is not None
+    wanted = Wanted(command.replica_config, command.backend_config, command.version, is_named)
     check_target(wanted)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
     former = checkpoint.endpoints.get(EndpointTag(tag))
@@ -73,7 +80,8 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         options=check_endpoint_options(command.endpoint_options, "endpoint_options"),
         is_ingress=former is not None and former.target.is_ingress,
     )
-    again = retried(checkpoint, command.request_id, tag, backend_key(tag))
+    check_rollout_of_deployment(wanted, tag, "name", is_deployment=True)
+    again = retried(checkpoint, command.request_id, tag, backend_key(tag), rollout_owned(tag))
     if again is not None:
         return again
     check_is_deployment(checkpoint, tag)
@@ -82,14 +90,20 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     _check_prev_version(existing, command)
     if existing is None:
         check_backend_limit(checkpoint, 1)
-    elif not goal_failed(checkpoint, existing.goal_id) and is_deployed_as(
-        checkpoint, existing, wanted, config
+    elif (
+        not goal_failed(checkpoint, existing.goal_id)
+        and is_deployed_as(checkpoint, existing, wanted, config)
+        and not has_deployed_rollout(checkpoint, tag)
     ):
         return nothing_to_do(tag, existing.goal_id)
     check_not_moving(checkpoint, tag)
+    if existing is not None and makes_rollout(checkpoint, existing, wanted, skips=command.skips_rollout):
+        return deploy_by_rollout(checkpoint, existing, wanted, config, now, request_id=command.request_id)
     draft = Draft(checkpoint)
+    supersede_rollout(draft, tag, now)
     owns = deployment_owned(tag)
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now, request_id=command.request_id)
+    existing = draft.backends.get(tag)
     draft.put(make_backend(existing, tag, goal_id, wanted))
     put_deployment(draft, tag, config, now)
     return changed(draft, tag, goal_id)
@@ -301,6 +315,7 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
     check_not_in_rollout(checkpoint, tag, _FIELD)
     wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
     check_target(wanted)
+    check_rollout_of_deployment(wanted, tag, "backend_config.rollout", is_deployment=False)
     wanted = as_scaled(wanted, checkpoint.backends.get(tag))
     if checkpoint.living_deployment(tag) is not None:
         raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use deploy or update_backend_config")
@@ -371,8 +386,11 @@ def update_backend_config(
     is_there = matches_target(existing, wanted) and paused == existing.autoscaling_paused
     if is_there and not goal_failed(checkpoint, existing.goal_id):
         return nothing_to_do(tag, existing.goal_id)
-    draft = Draft(checkpoint)
     is_deployment = checkpoint.living_deployment(tag) is not None
+    check_rollout_of_deployment(wanted, tag, "config.rollout", is_deployment=is_deployment)
+    if makes_rollout(checkpoint, existing, wanted, skips=command.skips_rollout):
+        return deploy_by_rollout(checkpoint, existing, wanted, None, now)
+    draft = Draft(checkpoint)
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
     if (
         pending_goal(checkpoint, tag) is None

@@ -6,7 +6,7 @@ import msgspec
 
 from serve_common.api.commands import ControlRollout, RolloutAction, StartRollout
 from serve_common.config.backend import check_backend_config, check_replica_config, merged
-from serve_common.config.rollout import check_rollout_config
+from serve_common.config.rollout import RolloutConfig, check_rollout_config
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import NAME_LENGTH_MAX, BackendTag, deployment_tag
 from serve_common.protocol.subjects import backend_key
@@ -23,7 +23,7 @@ from serve_controller.core.commands.changes import (
 )
 from serve_controller.core.goals import pending_goal
 from serve_controller.core.objects import Backend, GoalKind
-from serve_controller.core.rollouts.closing import PAUSED_BY, abort
+from serve_controller.core.rollouts.closing import abort
 from serve_controller.core.rollouts.record import (
     BASELINE_SUFFIX,
     CANARY_SUFFIX,
@@ -36,7 +36,8 @@ from serve_controller.core.rollouts.record import (
     canary_tag,
     rollout_owned,
 )
-from serve_controller.core.versions import Wanted, make_backend
+from serve_controller.core.rollouts.starting import put_rollout
+from serve_controller.core.versions import replica_part
 
 ROLLOUTS_MAX = 100
 """Most rollouts at once."""
@@ -46,7 +47,7 @@ _REASON_LENGTH_MAX = 500
 def start_rollout(checkpoint: Checkpoint, command: StartRollout, now: float) -> Accepted:
     """Start the rollout of a new version of a backend that runs."""
     tag = deployment_tag(command.name)
-    limits = check_rollout_config(command.rollout)
+    limits = RolloutConfig() if command.rollout is None else check_rollout_config(command.rollout)
     backend = _running(checkpoint, tag)
     target = backend.target
     candidate = Candidate(
@@ -58,39 +59,20 @@ def start_rollout(checkpoint: Checkpoint, command: StartRollout, now: float) -> 
         ),
         version=command.version,
     )
+    if command.rollout is None:
+        limits = candidate.backend_config.rollout or limits
     if command.version is not None and not 0 < len(command.version) <= VERSION_LENGTH_MAX:
         raise BadField("version", f"must have 1 to {VERSION_LENGTH_MAX} characters")
     again = retried(checkpoint, command.request_id, tag, rollout_owned(tag))
     if again is not None:
         return again
-    _check_may_start(checkpoint, backend, candidate, command, now)
+    _check_new_version(checkpoint, backend, command)
+    check_may_start(checkpoint, backend, candidate, now, again=command.again)
     draft = Draft(checkpoint)
-    canary, baseline = canary_tag(tag), baseline_tag(tag)
-    owns = [rollout_owned(tag), backend_key(canary), backend_key(baseline)]
-    goal_id = new_goal(draft, GoalKind.ROLLOUT, tag, owns, now, request_id=command.request_id)
-    old = Candidate(
-        replica_config=target.replica_config, backend_config=target.backend_config, version=target.version
+    goal_id = new_goal(
+        draft, GoalKind.ROLLOUT, tag, owned_by_rollout(tag), now, request_id=command.request_id
     )
-    for one, version in ((canary, candidate), (baseline, old)):
-        # The rollout says how many replicas there are.
-        config = msgspec.structs.replace(version.backend_config, num_replicas=1, autoscaling_config=None)
-        wanted = Wanted(version.replica_config, config, version.version, is_same_code=False)
-        draft.put(make_backend(draft.backends.get(one), one, goal_id, wanted))
-    pauses = backend.autoscaling is not None
-    if pauses:
-        draft.put(msgspec.structs.replace(backend, autoscaling_paused=PAUSED_BY))
-    draft.put(
-        Rollout(
-            backend_tag=tag,
-            goal_id=goal_id,
-            candidate=candidate,
-            config=limits,
-            started_at=now,
-            base_code_version=target.code_version,
-            base_config_version=target.config_version,
-            pauses_autoscaling=pauses,
-        )
-    )
+    put_rollout(draft, backend, candidate, config=limits, goal_id=goal_id, now=now)
     return changed(draft, tag, goal_id)
 
 
@@ -98,10 +80,7 @@ def _running(checkpoint: Checkpoint, tag: BackendTag) -> Backend:
     backend = checkpoint.backends.get(tag)
     if backend is None or backend.deleting:
         raise NotFound(f"name: there is no deployment or backend {tag!r}")
-    if tag.endswith((CANARY_SUFFIX, BASELINE_SUFFIX)):
-        raise Conflict(f"name: {tag!r} belongs to a rollout itself")
-    if len(tag.rpartition("/")[2]) > NAME_LENGTH_MAX - len(BASELINE_SUFFIX):
-        raise BadField("name", f"is too long: {baseline_tag(tag)!r} must be a valid name too")
+    check_name_for_rollouts(tag)
     if backend.halted or backend.last_good is None:
         raise Conflict(f"name: {tag!r} has no version yet that worked; deploy it")
     goal = pending_goal(checkpoint, tag)
@@ -110,34 +89,69 @@ def _running(checkpoint: Checkpoint, tag: BackendTag) -> Backend:
     return backend
 
 
-def _check_may_start(
-    checkpoint: Checkpoint, backend: Backend, candidate: Candidate, command: StartRollout, now: float
-) -> None:
-    tag, target = backend.backend_tag, backend.target
-    if command.version is not None and command.version == target.version:
+def owned_by_rollout(tag: BackendTag) -> list[str]:
+    """The keys owned by the goal of a rollout."""
+    return [rollout_owned(tag), backend_key(canary_tag(tag)), backend_key(baseline_tag(tag))]
+
+
+def check_name_for_rollouts(tag: BackendTag, field: str = "name") -> None:
+    """Raise where a deployment of that name can have no rollout."""
+    if tag.endswith((CANARY_SUFFIX, BASELINE_SUFFIX)):
+        raise Conflict(f"{field}: {tag!r} belongs to a rollout itself")
+    if len(tag.rpartition("/")[2]) > NAME_LENGTH_MAX - len(BASELINE_SUFFIX):
+        raise BadField(field, f"is too long: {baseline_tag(tag)!r} must be a valid name too")
+
+
+def _check_new_version(checkpoint: Checkpoint, backend: Backend, command: StartRollout) -> None:
+    tag = backend.backend_tag
+    if command.version is not None and command.version == backend.target.version:
         raise Conflict(f"version: {command.version!r} of {tag!r} runs already")
     if not checkpoint.used_by.get(tag):
         raise Conflict(f"name: no endpoint sends requests to {tag!r}; deploy the new version")
-    for one in (canary_tag(tag), baseline_tag(tag)):
-        if checkpoint.living_deployment(one) is not None:
-            raise Conflict(f"name: there is a deployment {one!r}, whose name the rollout needs")
-    check_backend_limit(checkpoint, 2)
     former = checkpoint.rollouts.get(tag)
-    if former is None:
-        pass
-    elif former.is_active:
+    if former is not None and former.is_active:
         raise Conflict(
             f"name: a rollout of {tag!r} is under way ({former.goal_id}); abort or promote it first"
         )
-    elif former.outcome is RolloutOutcome.ABORTED and former.candidate == candidate and not command.again:
+
+
+def check_may_start(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    candidate: Candidate,
+    now: float,
+    *,
+    again: bool = False,
+    more: int = 1,
+) -> None:
+    """Raise where the version may not be rolled out; one that was aborted a short time ago may only ``again``.
+
+    ``more``: rollouts that start together.
+    """
+    tag = backend.backend_tag
+    for one in (canary_tag(tag), baseline_tag(tag)):
+        if checkpoint.living_deployment(one) is not None:
+            raise Conflict(f"name: there is a deployment {one!r}, whose name the rollout needs")
+    check_backend_limit(checkpoint, 2 * more)
+    former = checkpoint.rollouts.get(tag)
+    if former is not None and former.outcome is RolloutOutcome.ABORTED and not again:
         over_at = (former.decided_at or now) + former.config.cool_down_s
-        if now < over_at:
+        if now < over_at and is_same_version(former.candidate, candidate):
             raise Conflict(
                 f"version: this version was aborted {now - (former.decided_at or now):.0f} s ago and is not tried "
                 f"again within {former.config.cool_down_s:g} s unless `again` is set: {former.reason[:300]}"
             )
-    if len(checkpoint.active_rollouts) >= ROLLOUTS_MAX:
+    if len(checkpoint.active_rollouts) + more > ROLLOUTS_MAX:
         raise LimitReached(f"{ROLLOUTS_MAX} rollouts are under way already")
+
+
+def is_same_version(one: Candidate, other: Candidate) -> bool:
+    """Whether replicas of both are alike, whatever their number and the steps by which they take over."""
+    return (one.version, one.replica_config, replica_part(one.backend_config)) == (
+        other.version,
+        other.replica_config,
+        replica_part(other.backend_config),
+    )
 
 
 def control_rollout(checkpoint: Checkpoint, command: ControlRollout, now: float) -> Accepted:

@@ -12,20 +12,22 @@ from typing import Final
 import msgspec
 
 from serve_common.api.views import HEALTH_CHECKS_FAILED, GoalStatus
-from serve_common.names import BackendTag, ReplicaTag, parse_backend_tag
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag, parse_backend_tag
 from serve_common.protocol.reports import EXAMPLES_MAX, RequestCounts
 from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import (
     end_goal,
+    fail,
     mark_backend_good,
+    mark_endpoint_good,
     not_applied,
     pending_goal,
     replicas_missing,
 )
-from serve_controller.core.objects import Backend, ObjectKind, ReplicaState
+from serve_controller.core.objects import Backend, GoalKind, ObjectKind, ReplicaState
 from serve_controller.core.observed import HostStatus, ObservedState, holder_digest, host_status
-from serve_controller.core.rollouts.closing import abort, close_rollout
+from serve_controller.core.rollouts.closing import PAUSED_BY, abort, close_rollout
 from serve_controller.core.rollouts.external import external_results
 from serve_controller.core.rollouts.judge import (
     Gate,
@@ -40,6 +42,7 @@ from serve_controller.core.rollouts.judge import (
     with_recent,
     with_times,
 )
+from serve_controller.core.rollouts.promotion import promoted_version, put_endpoint, route_conflict
 from serve_controller.core.rollouts.record import (
     PassedStep,
     Rollout,
@@ -49,9 +52,10 @@ from serve_controller.core.rollouts.record import (
     baseline_tag,
     canary_tag,
 )
+from serve_controller.core.rollouts.starting import put_backends
 from serve_controller.core.snapshots import is_renewed
 from serve_controller.core.transitions import ROUTED
-from serve_controller.core.versions import Wanted, make_backend
+from serve_controller.core.versions import make_backend
 
 JUDGE_EVERY_S: Final = 0.5
 """Seconds between two judgements. Where a block of requests ends must not depend on what is in it."""
@@ -72,6 +76,15 @@ def advance_rollout(draft: Draft, observed: ObservedState, tag: BackendTag, now:
     assert backend is not None
     if not rollout.promoted_code_version and not _is_based_on(rollout, backend):
         close_rollout(draft, tag, RolloutOutcome.SUPERSEDED, f"another version of {tag} was deployed", now)
+        return None
+    if not rollout.has_backends:
+        _take_over(draft, observed, rollout, backend)
+        return rollout.started_at + rollout.config.deadline_s
+    goal = draft.goals.get(rollout.goal_id)
+    if goal is not None and goal.status is GoalStatus.FAILED:
+        close_rollout(
+            draft, tag, RolloutOutcome.SUPERSEDED, f"undone with its application: {goal.error[:300]}", now
+        )
         return None
     rollout = _with_failures(draft, observed, rollout, now)
     canary = draft.backends.get(canary_tag(tag))
@@ -106,7 +119,10 @@ def _why_wrong(rollout: Rollout, backend: Backend, canary: Backend | None, now: 
     more = rollout.failures.get(canary_tag(tag), 0) - rollout.failures.get(baseline_tag(tag), 0)
     if more > rollout.config.max_replica_failures:
         return f"replicas: {more} more of the canary than of the baseline died or fell ill"
-    if rollout.promoted_code_version and backend.target.code_version != rollout.promoted_code_version:
+    target = backend.target
+    if rollout.promoted_code_version and not rollout.is_promoted_to(
+        target.code_version, target.config_version
+    ):
         return f"{tag} went back to another version while it was promoted"
     if now >= rollout.started_at + rollout.config.deadline_s:
         return f"the deadline of {rollout.config.deadline_s:g} s was over before it was promoted: {rollout.reason}"
@@ -138,6 +154,26 @@ def _has_failed(draft: Draft, observed: ObservedState, name: ReplicaTag, now: fl
     if before is None or before.state not in ROUTED or before.host_id is None:
         return False
     return host_status(observed, before.host_id, now) is HostStatus.LIVE
+
+
+def _take_over(draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend) -> None:
+    """Start canary and baseline once those of the rollout before are gone, with all requests that they had.
+
+    So no request goes to a version by the weights of another one, and none of another one is evidence.
+    """
+    tags = (canary_tag(rollout.backend_tag), baseline_tag(rollout.backend_tag))
+    left = [draft.backends[tag] for tag in tags if tag in draft.backends]
+    serving = [one for one in left if not one.deleting]
+    missing = ""
+    if serving:
+        missing = _not_applied(draft, observed, rollout)
+        for one in () if missing else serving:
+            draft.put(msgspec.structs.replace(one, deleting=True))
+    if left:
+        _set_reason(draft, rollout, missing or "the replicas of the rollout before stop")
+        return
+    draft.put(msgspec.structs.replace(rollout, has_backends=True, reason=""))
+    put_backends(draft, rollout, backend)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -366,29 +402,33 @@ def _last_step(
         return ends_at if now < ends_at else None
     missing = _not_applied(draft, observed, rollout)
     goal = pending_goal(draft, rollout.backend_tag)
-    if missing or goal is not None:
-        _set_reason(draft, rollout, missing or f"waits for the end of {goal.goal_id if goal else ''}")
+    if not missing and goal is not None and goal.goal_id != rollout.goal_id:
+        missing = f"waits for the end of {goal.goal_id}"
+    if missing:
+        _set_reason(draft, rollout, missing)
+        return None
+    conflict = route_conflict(draft, rollout)
+    if conflict:
+        abort(draft, rollout.backend_tag, conflict, now)
         return None
     promoted = make_backend(backend, rollout.backend_tag, rollout.goal_id, promoted_version(backend, rollout))
-    draft.put(msgspec.structs.replace(promoted, autoscaling_paused=backend.autoscaling_paused))
+    paused = promoted.autoscaling_paused
+    if promoted.target.backend_config.autoscaling_config is not None:
+        paused = paused or PAUSED_BY  # its own replicas have no load yet
+    draft.put(msgspec.structs.replace(promoted, autoscaling_paused=paused))
+    put_endpoint(draft, rollout)
+    keeps_code = promoted.target.code_version == backend.target.code_version
     draft.put(
         msgspec.structs.replace(
             rollout,
             state=RolloutState.PROMOTING,
             promoted_code_version=promoted.target.code_version,
+            promoted_config_version=promoted.target.config_version if keeps_code else 0,
+            pauses_autoscaling=rollout.pauses_autoscaling or paused == PAUSED_BY,
             reason="the deployment's own replicas are replaced",
         )
     )
     return None
-
-
-def promoted_version(backend: Backend, rollout: Rollout) -> Wanted:
-    """What a deployment is to be once the rollout has passed; its number of replicas stays."""
-    candidate = rollout.candidate
-    config = msgspec.structs.replace(
-        candidate.backend_config, num_replicas=backend.target.backend_config.num_replicas
-    )
-    return Wanted(candidate.replica_config, config, candidate.version, is_same_code=False)
 
 
 def _promote(draft: Draft, observed: ObservedState, rollout: Rollout, backend: Backend, now: float) -> None:
@@ -398,7 +438,10 @@ def _promote(draft: Draft, observed: ObservedState, rollout: Rollout, backend: B
         _set_reason(draft, rollout, missing)
         return
     goal = draft.pending.get(rollout.goal_id)
-    if goal is not None:
+    if goal is not None and goal.kind is GoalKind.ROLLOUT:  # that of an application may still fail
+        endpoint = draft.endpoints.get(EndpointTag(rollout.backend_tag))
+        if endpoint is not None and rollout.deployed is not None:
+            mark_endpoint_good(draft, endpoint, goal)
         mark_backend_good(draft, backend, goal, now)
     close_rollout(draft, rollout.backend_tag, RolloutOutcome.PROMOTED, "every step passed", now)
 
@@ -406,7 +449,8 @@ def _promote(draft: Draft, observed: ObservedState, rollout: Rollout, backend: B
 def _end(draft: Draft, rollout: Rollout, now: float) -> None:
     """Every proxy sends all requests to the deployment: what only the rollout needed goes."""
     tag = rollout.backend_tag
-    keeps = rollout.outcome is RolloutOutcome.ABORTED and rollout.config.keeps_failed
+    is_aborted = rollout.outcome is RolloutOutcome.ABORTED
+    keeps = is_aborted and rollout.config.keeps_failed and rollout.has_backends
     for one in (canary_tag(tag), baseline_tag(tag)):
         backend = draft.backends.get(one)
         if backend is not None and not backend.deleting and not (keeps and one == canary_tag(tag)):
@@ -416,5 +460,9 @@ def _end(draft: Draft, rollout: Rollout, now: float) -> None:
     else:
         draft.delete((ObjectKind.ROLLOUT, tag))
     goal = draft.pending.get(rollout.goal_id)
-    if goal is not None and rollout.outcome is RolloutOutcome.ABORTED:
+    if goal is None or rollout.outcome is not RolloutOutcome.ABORTED:
+        return
+    if goal.kind is GoalKind.APPLICATION:
+        fail(draft, goal, rollout.reason, now, of=tag)
+    else:
         end_goal(draft, goal, GoalStatus.FAILED, now, rollout.reason)

@@ -10,7 +10,10 @@ from serve_controller.core.rollouts.record import Rollout, RolloutState
 def rollout_changes(known: Rollout | None, rollout: Rollout) -> Iterator[tuple[str, str]]:
     """State and message of each event of a rollout."""
     version = rollout.candidate.version or "unversioned"
-    if known is None or known.goal_id != rollout.goal_id:
+    if known is None or (known.goal_id != rollout.goal_id and known.started_at != rollout.started_at):
+        if known is not None and known.is_active and known.outcome is None:
+            former = known.candidate.version or "unversioned"
+            yield "superseded", f"version {former}: version {version} was deployed"
         yield "started", f"version {version}: {', '.join(map(str, rollout.steps))}"
         return
     for passed in rollout.passed[len(known.passed) :]:

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.config.backend import BackendConfig, ReplicaConfig
+from serve_common.config.backend import BackendConfig, EndpointOptions, ReplicaConfig
 from serve_common.config.rollout import RolloutConfig, RolloutStep, parse_steps
 from serve_common.names import BackendTag, GoalId, ReplicaTag
 from serve_common.protocol.reports import RequestCounts
@@ -82,6 +82,30 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None
 
 
+class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What a deploy sets of the endpoint of its deployment."""
+
+    route: str | None
+    methods: list[str]
+    traffic: dict[BackendTag, float]
+    options: EndpointOptions
+    is_ingress: bool
+
+
+class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the deploy that started a rollout changes beside the version: applied when that is promoted.
+
+    What was changed since by other commands stays as they set it, so the former values are known too.
+    """
+
+    former_config: BackendConfig
+    keeps_code: bool = False
+    """Whether only the configuration is another one, so that replicas are reconfigured in place."""
+    endpoint: EndpointFields | None = None
+    """None: the endpoint is left alone."""
+    former_endpoint: EndpointFields | None = None
+
+
 class PassedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step that is over, for people."""
 
@@ -138,6 +162,12 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     passed: tuple[PassedStep, ...] = ()
     promoted_code_version: int = 0
     """Code version that the deployment is promoted to; 0 before."""
+    promoted_config_version: int = 0
+    """Configuration that replicas are promoted to where their code stays; 0 otherwise."""
+    deployed: Deployed | None = None
+    """What else its deploy changes; None: it was started by `StartRollout`."""
+    has_backends: bool = True
+    """Whether canary and baseline are its own; until then those of the rollout that it superseded go."""
     pauses_autoscaling: bool = False
     """It has paused the deployment's autoscaling, and resumes it at its end."""
     reason: str = ""
@@ -173,6 +203,19 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
             "is prepared" if self.state is RolloutState.RUNNING and not self.is_in_force else self.state.value
         )
         return f"{at} {what}: {self.reason}" if self.reason else f"{at} {what}"
+
+    def with_goal(self, goal_id: GoalId) -> Rollout:
+        """The rollout as part of another goal; proxies count anew, because they count by the goal."""
+        if goal_id == self.goal_id:
+            return self
+        return msgspec.structs.replace(self, goal_id=goal_id, counted={}, counted_by=())
+
+    def is_promoted_to(self, code_version: int, config_version: int) -> bool:
+        """Whether these are the versions that it has promoted the deployment to."""
+        return code_version == self.promoted_code_version and self.promoted_config_version in (
+            0,
+            config_version,
+        )
 
     @property
     def is_active(self) -> bool:
