@@ -22,9 +22,16 @@ QUICK = ("10%", "50%", "100%")
 class RolloutWorld:
     """A deployment with two replicas under load, and its rollout."""
 
-    def __init__(self, new: Behaviour | None = None, *, rate: float = 600.0, is_checked: bool = True) -> None:
+    def __init__(
+        self,
+        new: Behaviour | None = None,
+        *,
+        rate: float = 600.0,
+        is_checked: bool = True,
+        num: int = 2,
+    ) -> None:
         self.loop = Loop(PureHost("host-1", 8.0), PureHost("host-2", 8.0), is_checked=is_checked)
-        self.loop.done(deploy(num=2, cpus=0.5))
+        self.loop.done(deploy(num=num, cpus=0.5))
         self.traffic = Traffic(self.loop, TAG, model(), new or model(), rate=rate, seed=1)
 
     def start(self, *, steps: tuple[str, ...] = QUICK, code: str = "good:Code", **fields: object) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from immutables import Map
 
 from serve_common.errors import BadField, LimitReached
-from serve_common.names import GoalId, HostId, ProxyId, ReplicaTag
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
 from serve_controller.core.host_load import in_units
 
@@ -72,8 +72,8 @@ class ProxyObserved(msgspec.Struct, frozen=True, kw_only=True):
     last_seen_at: float
 
 
-GateKey: TypeAlias = tuple[GoalId, str]
-"""The goal of a rollout, and the name of one of its external gates."""
+GateKey: TypeAlias = tuple[BackendTag, GoalId, str]
+"""The backend of a rollout, its goal (that of an application has several), and the name of an external gate."""
 
 
 class GateSample(msgspec.Struct, frozen=True, kw_only=True):

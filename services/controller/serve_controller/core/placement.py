@@ -18,6 +18,8 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.host_load import UNITS, fits, in_units
 from serve_controller.core.objects import BackendVersion, Replica
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
+from serve_controller.core.rollouts.record import get_compared
+from serve_controller.core.transitions import WANTED
 
 GOAL_BYTES_MAX: Final = 900_000
 """A host's whole goal must fit into one NATS message: max_payload is 1 MiB by default; the rest is the envelope."""
@@ -27,6 +29,7 @@ _GOAL_BYTES_EACH: Final = 750
 NO_PEER_VERSIONS: Final[Mapping[BackendTag, int]] = {}
 
 Rank = tuple[float, float, HostId]
+"""Hosts with the lowest come first."""
 
 
 def resource_needs(version: BackendVersion) -> dict[str, float]:
@@ -151,14 +154,19 @@ class Placer:
         self._ledger = ledger
         self._per_host = NUMBER_MAX if per_host is None else per_host
         self._counts = counts
+        self._unpaired = _get_unpaired(ledger.draft, tag)
         self._capacities: dict[HostId, _HostCapacity] = {}
         # Ranked by load alone; the free capacity is computed only for the hosts that come first.
         self._heap = [
-            self._rank(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
+            self._ranked(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
             for host_id, units in ledger.hosts.items()
             for load in (ledger.draft.get_load(host_id),)
         ]
         heapq.heapify(self._heap)
+
+    def _ranked(self, num_wanted: int, free_cpu: int, host_id: HostId) -> tuple[bool, Rank]:
+        is_paired = self._unpaired.get(host_id, 0) <= 0
+        return is_paired, self._rank(num_wanted, free_cpu, host_id)
 
     def _capacity(self, host_id: HostId) -> _HostCapacity:
         capacity = self._capacities.get(host_id)
@@ -178,7 +186,7 @@ class Placer:
     def place(self) -> HostId | None:
         """Take capacity for one replica; None when no host has it."""
         while self._heap:
-            host_id = self._heap[0][2]
+            host_id = self._heap[0][1][2]
             capacity = self._capacity(host_id)
             if not self._has_capacity(capacity):
                 heapq.heappop(self._heap)
@@ -190,11 +198,28 @@ class Placer:
             capacity.goal_bytes -= self.goal_bytes
             capacity.num_wanted += 1
             capacity.left -= 1
-            heapq.heapreplace(
-                self._heap, self._rank(capacity.num_wanted, capacity.free.get("CPU", 0), host_id)
-            )
+            if self._unpaired:
+                self._unpaired[host_id] = self._unpaired.get(host_id, 0) - 1
+            free_cpu = capacity.free.get("CPU", 0)
+            heapq.heapreplace(self._heap, self._ranked(capacity.num_wanted, free_cpu, host_id))
             return host_id
         return None
+
+
+def _get_unpaired(draft: Checkpoint, tag: BackendTag) -> dict[HostId, int]:
+    """For a canary or a baseline: how many more replicas the other one has on each host.
+
+    They go there first. A host that is slower than others, or farther, would otherwise count against one of them.
+    """
+    other = get_compared(tag)
+    if other is None:
+        return {}
+    unpaired: dict[HostId, int] = {}
+    for backend_tag, each in ((other, 1), (tag, -1)):
+        for replica in draft.get_replicas(backend_tag).values():
+            if replica.host_id is not None and replica.state in WANTED:
+                unpaired[replica.host_id] = unpaired.get(replica.host_id, 0) + each
+    return unpaired
 
 
 NUMBER_MAX: Final = 2**31

@@ -45,6 +45,7 @@ from serve_controller.core.observed import (
 )
 from serve_controller.core.reconcile import DueTime
 from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, get_report_claims
+from serve_controller.core.rollouts.external import gate_key
 from serve_controller.core.views.hosts import view_goal
 from serve_controller.ports import ControllerBus
 
@@ -153,7 +154,7 @@ class TermObservations:
     def on_gate_sample(self, checkpoint: Checkpoint, key: GateKey, sample: GateSample) -> None:
         """Fold in what came of asking an external gate; those of rollouts that have ended are forgotten."""
         rollouts = (checkpoint.rollouts[tag] for tag in checkpoint.active_rollouts)
-        current = {(rollout.goal_id, gate.name) for rollout in rollouts for gate in rollout.config.gates}
+        current = {gate_key(rollout, gate) for rollout in rollouts for gate in rollout.config.gates}
         self.observed = observe_gates(self.observed, {key: sample}, current)
 
     def on_bus_break(self, since: float | None) -> None:

@@ -54,7 +54,7 @@ def get_due_gates(
         if rollout.judged_step is None:
             continue
         for gate in rollout.config.gates:
-            key = (rollout.goal_id, gate.name)
+            key = gate_key(rollout, gate)
             sample = _current(rollout, samples.get(key))
             # The first one waits as well: what a query looks back at is of the step before.
             if now < gate.every_s + (rollout.in_force_at if sample is None else sample.at):
@@ -62,6 +62,11 @@ def get_due_gates(
             yield DueGate(
                 key=key, gate=gate, request=_request(rollout, gate, now), in_force_at=rollout.in_force_at
             )
+
+
+def gate_key(rollout: Rollout, gate: ExternalGate) -> GateKey:
+    """By which its last answer is kept."""
+    return rollout.backend_tag, rollout.goal_id, gate.name
 
 
 def _request(rollout: Rollout, gate: ExternalGate, now: float) -> GateRequest:
@@ -142,7 +147,7 @@ def external_results(rollout: Rollout, observed: ObservedState, now: float) -> t
 def _result(
     rollout: Rollout, gate: ExternalGate, samples: Map[GateKey, GateSample], now: float
 ) -> ExternalResult:
-    sample = _current(rollout, samples.get((rollout.goal_id, gate.name)))
+    sample = _current(rollout, samples.get(gate_key(rollout, gate)))
     if sample is None:
         return ExternalResult(name=gate.name, status=GateStatus.UNKNOWN, text="waits for its first answer")
     status, text = GateStatus.UNKNOWN, sample.text

@@ -30,6 +30,14 @@ def baseline_tag(tag: BackendTag) -> BackendTag:
     return BackendTag(f"{tag}{BASELINE_SUFFIX}")
 
 
+def get_compared(tag: BackendTag) -> BackendTag | None:
+    """The backend that a canary or a baseline is compared with; None for other tags."""
+    for own, other in ((CANARY_SUFFIX, BASELINE_SUFFIX), (BASELINE_SUFFIX, CANARY_SUFFIX)):
+        if tag.endswith(own):
+            return BackendTag(tag.removesuffix(own) + other)
+    return None
+
+
 def rolled_out(tag: BackendTag) -> BackendTag:
     """The deployment whose rollout a backend belongs to, if it belongs to one: its canary, its baseline, or itself."""
     return BackendTag(tag.removesuffix(CANARY_SUFFIX).removesuffix(BASELINE_SUFFIX))

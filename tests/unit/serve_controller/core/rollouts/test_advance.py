@@ -313,3 +313,16 @@ def test_what_was_counted_for_the_rollout_before_says_nothing_of_the_next() -> N
     world.start(steps=("50%", "100%"))
     world.run(600, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.PROMOTED, world.rollout.reason
+
+
+@pytest.mark.parametrize(("num", "steps"), [(1, ("50%", "100%")), (6, ("20%", "50%", "100%"))])
+def test_canary_and_baseline_run_on_the_same_hosts(num: int, steps: tuple[str, ...]) -> None:
+    world = RolloutWorld(num=num)
+    world.start(steps=steps)
+    world.run_to_step(len(steps) - 2)
+    placed = [
+        sorted(str(r.host_id) for r in world.loop.checkpoint.get_replicas(tag).values())
+        for tag in (CANARY, BASELINE)
+    ]
+    assert len(placed[0]) == (num + 1) // 2
+    assert placed[0] == placed[1]

@@ -155,7 +155,9 @@ def due_gate(gate: ExternalGate) -> DueGate:
         is_shadow=False,
         lasted_s=10.0,
     )
-    return DueGate(key=(GoalId("g1"), gate.name), gate=gate, request=request, in_force_at=5.0)
+    return DueGate(
+        key=(BackendTag(TAG), GoalId("g1"), gate.name), gate=gate, request=request, in_force_at=5.0
+    )
 
 
 @pytest.mark.parametrize(
