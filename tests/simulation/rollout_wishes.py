@@ -20,11 +20,13 @@ from serve_controller.core.rollouts.record import (
     RolloutOutcome,
     RolloutState,
     canary_tag,
+    rolled_out,
 )
 from tests.simulation.wishes import LOADED, Made, Wishes, modelled
 from tests.simulation.world_store import Check, Commit
 
 if TYPE_CHECKING:
+    from tests.simulation.sim_proxy import SimProxy
     from tests.simulation.world import World
 
 SUFFIXES = (CANARY_SUFFIX, BASELINE_SUFFIX)
@@ -175,6 +177,17 @@ class RolloutsKeepTheirWord(Check):
         super().__init__(world)
         self.by_command: set[str] = set()
         """Goals of rollouts that a person let go on."""
+        self.known: set[tuple[str, str, str]] = set()
+        """Proxy, backend and rollout: that it has known replicas of."""
+        self.routed: set[tuple[str, str, str]] = set()
+        """Key, backend and rollout: that requests have gone to."""
+
+    def on_proxy(self, proxy: SimProxy) -> None:
+        self.known |= {
+            (proxy.proxy_id, tag, backend.rollout_id)
+            for tag, backend in proxy.backends.items()
+            if backend.rollout_id and backend.replicas
+        }
 
     def on_commit(self, commit: Commit) -> None:
         for entry in commit.history:
@@ -221,8 +234,12 @@ class RolloutsKeepTheirWord(Check):
                 or self.world.lost_snapshot
             ):
                 continue
+            rollout_id = self.world.store.checkpoint.rollouts[rolled_out(tag)].goal_id
+            is_first = (key, tag, rollout_id) not in self.routed
+            self.routed.add((key, tag, rollout_id))
             for proxy in self.world.proxies:
-                if proxy.serves and proxy.proxy_id in self.world.store.checkpoint.proxies:
+                if is_first and proxy.serves and proxy.proxy_id in self.world.store.checkpoint.proxies:
                     self.world.check(
-                        tag in proxy.backends, f"{tag} gets requests, and {proxy.proxy_id} does not know it"
+                        (proxy.proxy_id, tag, rollout_id) in self.known,
+                        f"{tag} gets requests, and {proxy.proxy_id} knows no replica of it",
                     )

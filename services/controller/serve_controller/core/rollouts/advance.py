@@ -117,7 +117,9 @@ def _why_wrong(draft: Draft, rollout: Rollout, backend: Backend, canary: Backend
     other = backend if rollout.state is RolloutState.PROMOTING else draft.backends.get(baseline_tag(tag))
     for one in (canary, canary if other is None else other):
         if one.start_failures >= one.target.backend_config.max_constructor_retry_count:
-            return f"{one.backend_tag} does not start: {one.last_error}"
+            is_old = one.backend_tag == baseline_tag(tag)
+            hint = " (the old version is broken: deploy without a rollout)" if is_old else ""
+            return f"{one.backend_tag} does not start{hint}: {one.last_error}"
     more = rollout.failures.get(canary_tag(tag), 0) - rollout.failures.get(baseline_tag(tag), 0)
     if more > rollout.config.max_replica_failures:
         return f"replicas: {more} more of the canary than of the baseline died or fell ill"
