@@ -402,5 +402,7 @@ def test_an_old_version_that_no_longer_starts_is_nothing_to_compare_with() -> No
     broken = msgspec.structs.replace(baseline, start_failures=3, last_error="no such model")
     world.loop.checkpoint = world.loop.checkpoint.applied(ObjectChanges(puts=(broken,)))
     assert world.end(goal_id) is GoalStatus.FAILED
-    assert world.loop.goal(goal_id).error == "default/a--baseline does not start: no such model"
+    assert world.loop.goal(goal_id).error == (
+        "default/a--baseline does not start (the old version is broken: deploy without a rollout): no such model"
+    )
     world.loop.done(msgspec.structs.replace(rolled("v2"), skips_rollout=True))
