@@ -6,7 +6,7 @@ PACKAGES := libs/serve_common libs/muster libs/embedded services/controller serv
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-link-cuts bench-machines bench-restored bench-slow-readers bench-uploads \
-	bench-scale bench-autoscaling bench-rollouts bench-scaling parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
+	bench-scale bench-autoscaling bench-rollouts bench-captures bench-scaling parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ bench-autoscaling: $(STAMP) ## Compare the autoscaling policy with Ray Serve's a
 
 bench-rollouts: $(STAMP) ## Compare the judge of rollouts with Argo's and Flagger's analyses on simulated versions, good and bad
 	$(PY) -m bench.rollouts
+
+bench-captures: $(STAMP) ## Measure in pairs what it costs to capture 1 % of all requests
+	$(PY) -m bench.capture_cost
 
 bench-scaling: $(STAMP) ## Let real replicas follow a load of 1 to 50 clients and back, and wake from zero
 	$(PY) -m bench.scaling
