@@ -124,6 +124,12 @@ async def test_each_kind_is_asked_and_one_that_fails_aborts(
             assert hook.seen[0].canary == f"default/{NAME}--canary"
             assert (asked[0].gate, asked[0].version, asked[0].share) == ("accuracy", "v2", 0.1)
 
+            await asyncio.to_thread(prometheus.kill)
+            found = await until_shown(desk, queue="unknown", accuracy="passed")
+            assert found["queue"].text.startswith("no answer: ")
+            await asyncio.to_thread(prometheus.start)
+            await until_shown(desk, queue="passed")
+
             hook.status, hook.answer = 200, {"passed": False, "reason": "it smells"}
             goal = await desk.ended(goal_id)
             assert goal.status is GoalStatus.FAILED

@@ -85,6 +85,7 @@ class Link:
         self.pending_bytes = 0
 
     last_received_at = float("inf")
+    has_parted = False
 
     def send(
         self, token: bytes, head: Any, body: bytes | memoryview = b"", *, is_alone: bool = False

@@ -102,26 +102,25 @@ def no_evidence(side: Side) -> tuple[float, ...]:
     return (0.0,) * len(_ALTERNATIVES[side])
 
 
-def with_block(logs: Sequence[float], side: Side, block: RequestBlock, margin: float) -> tuple[float, ...]:
+def with_block(
+    logs: Sequence[float], side: Side, block: RequestBlock, margin: float, gain_max: float = math.inf
+) -> tuple[float, ...]:
     """The evidence after one more block, which must be telling.
 
-    Valid as long as nobody decides where a block ends by what is in it.
+    Valid as long as nobody decides where a block ends by what is in it. No block adds more than ``gain_max`` (a
+    logarithm): the requests of a replica that stands still for a moment are slow together, and are no independent
+    trials. A ratio that is cut is smaller, so its mean stays at most 1.
     """
     divisor = math.gcd(block.canary, block.baseline)
     ratios = _log_ratios(side, margin, block.canary // divisor, block.baseline // divisor)
     bad, baseline_bad = block.canary_bad, block.baseline_bad
     good, baseline_good = block.canary - bad, block.baseline - baseline_bad
     # Each judgement comes through here some 200 times: a list from unpacked tuples takes half of the time.
-    return tuple(
-        [
-            log
-            + bad * of_bad
-            + good * of_good
-            + baseline_bad * of_baseline_bad
-            + baseline_good * of_baseline_good
-            for log, (of_bad, of_good, of_baseline_bad, of_baseline_good) in zip(logs, ratios, strict=True)
-        ]
-    )
+    gains = [
+        bad * of_bad + good * of_good + baseline_bad * of_baseline_bad + baseline_good * of_baseline_good
+        for of_bad, of_good, of_baseline_bad, of_baseline_good in ratios
+    ]
+    return tuple([log + (min(gain_max, gain)) for log, gain in zip(logs, gains, strict=True)])
 
 
 def log_evidence(logs: Sequence[float], side: Side) -> float:

@@ -34,6 +34,12 @@ REQUESTS_FOR_TIMES: Final = 300
 """Requests of the old version that must have ended before times are chosen that latencies are compared at."""
 
 
+_BLOCKS_MIN: Final = {Side.WORSE: 12, Side.FINE: 4}
+"""Blocks that latencies need at least to be shown worse, or fine: six and two seconds. A replica that stands still for
+a moment condemns no version, nor lets it pass."""
+_ERROR_BLOCK_SHARE: Final = 0.65
+"""What one block adds at most of the evidence that a version fails: the requests of one replica that dies fail
+together, and must not be all that there is."""
 RECENT_REQUESTS: Final = 5_000.0
 """Requests that these times are chosen from: so many of the last ones."""
 
@@ -209,11 +215,13 @@ def with_counts(
                 gate.worse,
                 _block(gate, Side.WORSE, config, canary, baseline),
                 _margin(gate.kind, Side.WORSE, config),
+                _gain_max(gate.kind, Side.WORSE, config),
             ),
             fine=_with_block(
                 gate.fine,
                 _block(gate, Side.FINE, config, canary, baseline),
                 _margin(gate.kind, Side.FINE, config),
+                _gain_max(gate.kind, Side.FINE, config),
             ),
         )
         if gate.kind not in _QUANTILES or gate.bucket is not None
@@ -222,13 +230,23 @@ def with_counts(
     )
 
 
-def _with_block(test: Test, block: RequestBlock, margin: float) -> Test:
+def _gain_max(kind: GateKind, side: Side, config: RolloutConfig) -> float:
+    """The most that one block adds to the logarithm of the evidence."""
+    if kind is GateKind.DIFFERENCES:
+        return math.inf
+    worse_at, fine_at = _thresholds(kind, config, config.false_abort_probability)
+    if kind in _QUANTILES:
+        return (worse_at if side is Side.WORSE else fine_at) / _BLOCKS_MIN[side]
+    return worse_at * _ERROR_BLOCK_SHARE if side is Side.WORSE else math.inf
+
+
+def _with_block(test: Test, block: RequestBlock, margin: float, gain_max: float) -> Test:
     block = test.pending.plus(block)
     if not block.has_both:
         return msgspec.structs.replace(test, pending=block)
     return msgspec.structs.replace(
         test,
-        logs=with_block(test.logs, test.side, block, margin),
+        logs=with_block(test.logs, test.side, block, margin, gain_max),
         seen=test.seen.plus(block),
         pending=RequestBlock(),
     )
@@ -316,7 +334,7 @@ def results(gates: tuple[Gate, ...], config: RolloutConfig, alpha: float) -> tup
 
 def requests_needed(gate: Gate, config: RolloutConfig, alpha: float) -> int | None:
     """About how many more requests of the canary a gate's status needs; None where that cannot be said."""
-    worse_at, fine_at = _thresholds(gate, config, alpha)
+    worse_at, fine_at = _thresholds(gate.kind, config, alpha)
     needs = (
         requests_to_go(test.logs, test.side, test.seen, _margin(gate.kind, test.side, config), threshold)
         for test, threshold in ((gate.worse, worse_at), (gate.fine, fine_at))
@@ -324,9 +342,9 @@ def requests_needed(gate: Gate, config: RolloutConfig, alpha: float) -> int | No
     return min((more for more in needs if more is not None), default=None)
 
 
-def _thresholds(gate: Gate, config: RolloutConfig, alpha: float) -> tuple[float, float]:
+def _thresholds(kind: GateKind, config: RolloutConfig, alpha: float) -> tuple[float, float]:
     """Logarithms of the evidence from which on a canary is worse, and from which on it is fine."""
-    return -math.log(alpha * _share(gate.kind, config)), -math.log(config.false_pass_probability)
+    return -math.log(alpha * _share(kind, config)), -math.log(config.false_pass_probability)
 
 
 def _share(kind: GateKind, config: RolloutConfig) -> float:
@@ -337,7 +355,7 @@ def _share(kind: GateKind, config: RolloutConfig) -> float:
 
 def _result(gate: Gate, config: RolloutConfig, alpha: float) -> GateResult:
     worse, fine = gate.worse, gate.fine
-    worse_at, fine_at = _thresholds(gate, config, alpha)
+    worse_at, fine_at = _thresholds(gate.kind, config, alpha)
     if log_evidence(worse.logs, Side.WORSE) >= worse_at:
         status = GateStatus.FAILED
     elif log_evidence(fine.logs, Side.FINE) >= fine_at:

@@ -99,6 +99,22 @@ def test_a_hang_of_everything_does_not_keep_it_from_a_verdict() -> None:
     assert world.rollout.step > 0, world.rollout.reason
 
 
+def test_a_replica_that_stands_still_for_a_moment_condemns_no_version() -> None:
+    """Its requests are slow together, which says no more than one of them does."""
+    world = RolloutWorld()
+    world.start(steps=("10% 60s", "50%", "100%"))
+    world.run_to_step(0)
+    world.run(10)
+    usual, world.traffic = (
+        world.traffic,
+        Traffic(world.loop, TAG, model(), model(median_s=3.0), rate=600.0, seed=2),
+    )
+    world.run(3)
+    world.traffic = usual
+    world.run(90)
+    assert world.rollout.outcome is None, world.rollout.reason
+
+
 def test_without_requests_it_stays_where_it_is_and_says_so() -> None:
     world = RolloutWorld(rate=0.0)
     world.start()

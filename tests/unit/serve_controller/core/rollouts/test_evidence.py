@@ -65,14 +65,23 @@ def probability(number: int, bad: int, rate: float) -> float:
 
 @pytest.mark.parametrize(("side", "canary", "baseline", "margin"), HYPOTHESES)
 @pytest.mark.parametrize(("canary_size", "baseline_size"), [(1, 1), (9, 9), (3, 20), (20, 3)])
+@pytest.mark.parametrize("gain_max", [0.3, math.inf])
 def test_its_mean_after_a_block_is_at_most_1_while_the_hypothesis_holds(
-    side: Side, canary: float, baseline: float, margin: float, canary_size: int, baseline_size: int
+    side: Side,
+    canary: float,
+    baseline: float,
+    margin: float,
+    canary_size: int,
+    baseline_size: int,
+    gain_max: float,
 ) -> None:
     mean = 0.0
     for canary_bad in range(canary_size + 1):
         for baseline_bad in range(baseline_size + 1):
             block = RequestBlock(canary_size, canary_bad, baseline_size, baseline_bad)
-            evidence = math.exp(log_evidence(with_block(no_evidence(side), side, block, margin), side))
+            logs = with_block(no_evidence(side), side, block, margin, gain_max)
+            evidence = math.exp(log_evidence(logs, side))
+            assert evidence <= math.exp(gain_max) + 1e-9
             mean += (
                 evidence
                 * probability(canary_size, canary_bad, canary)
@@ -124,7 +133,7 @@ def test_it_shows_clear_differences_soon(
 @pytest.mark.parametrize("is_canary_first", [True, False])
 def test_a_block_without_both_versions_waits_for_the_other(is_canary_first: bool) -> None:
     config, nothing = RolloutConfig(), RequestCounts()
-    one, other = RequestCounts(successes=7, errors=3), RequestCounts(successes=20)
+    one, other = RequestCounts(successes=9, errors=1), RequestCounts(successes=20)
     gate = with_counts(new_gates(), config, nothing, nothing)[0]
     assert gate == new_gates()[0]
     pair = (one, nothing) if is_canary_first else (nothing, other)
@@ -132,9 +141,9 @@ def test_a_block_without_both_versions_waits_for_the_other(is_canary_first: bool
     for test in (waiting[0].worse, waiting[0].fine):
         assert test.logs == no_evidence(test.side)
         assert test.seen == RequestBlock()
-        assert test.pending == (RequestBlock(20, 6, 0, 0) if is_canary_first else RequestBlock(0, 0, 40, 0))
+        assert test.pending == (RequestBlock(20, 2, 0, 0) if is_canary_first else RequestBlock(0, 0, 40, 0))
     complete = with_counts(waiting, config, *((nothing, other) if is_canary_first else (one, nothing)))
-    block = RequestBlock(20, 6, 20, 0) if is_canary_first else RequestBlock(10, 3, 40, 0)
+    block = RequestBlock(20, 2, 20, 0) if is_canary_first else RequestBlock(10, 1, 40, 0)
     for test, margin in ((complete[0].worse, 0.0), (complete[0].fine, config.max_error_increase)):
         assert test.pending == RequestBlock()
         assert test.seen == block

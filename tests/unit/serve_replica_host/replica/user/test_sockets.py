@@ -401,12 +401,18 @@ async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both
     assert rig.metrics.answered == [101]
 
 
+class CutLink:
+    """Ended, and not because its router has left it."""
+
+    has_parted = False
+
+
 async def test_a_drain_closes_no_socket_whose_router_was_not_heard_since_its_link_was_cut() -> None:
     rig = rig_of(echo)
     request = await connect(rig)
     drain = Drain(rig)
     drain.checks(0.9)
-    rig.bus_side.link_lost(cast(DirectLink, None))
+    rig.bus_side.link_lost(cast(DirectLink, CutLink()))
     drain.checks(1.0, 2.5, 4.0, heard=False)
     assert request.is_silent
 
