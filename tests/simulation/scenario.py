@@ -122,11 +122,9 @@ ROLLOUT_STORY: Final = [
 """A version that is promoted, one that fails its requests, one that does not start, and one that is refused outside."""
 
 
-ROLLOUT_PAIR_STORY: Final = [
-    Step(deploy("a", "v1", num=1, request_id="r1"), ends=GOOD),
-    Step(_rollout("v2", "50%", "100%", request_id="r2"), ends=GOOD),
-    Step(_rollout("bad", "50%", "100%", request_id="r3"), ends=BAD),
-]
+_FIRST: Final = Step(deploy("a", "v1", num=1, request_id="r1"), ends=GOOD)
+PROMOTION_STORY: Final = [_FIRST, Step(_rollout("v2", "50%", "100%", request_id="r2"), ends=GOOD)]
+ABORT_STORY: Final = [_FIRST, Step(_rollout("bad", "50%", "100%", request_id="r2"), ends=BAD)]
 
 
 GROUP_STORY: Final = [

@@ -21,8 +21,9 @@ from tests.simulation.clients import Step
 from tests.simulation.crashes import CrashPoint
 from tests.simulation.runs import Outcome, run_seed
 from tests.simulation.scenario import (
+    ABORT_STORY,
     PAIR_STORY,
-    ROLLOUT_PAIR_STORY,
+    PROMOTION_STORY,
     ROLLOUT_STORY,
     STORY,
     effects_of,
@@ -60,8 +61,12 @@ def _rollout_singles(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
     return [_lean(run_story(ROLLOUT_STORY, points)) for points in chunk]
 
 
-def _rollout_pairs(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
-    return [_lean(run_story(ROLLOUT_PAIR_STORY, points)) for points in chunk]
+def _promotion_pairs(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
+    return [_lean(run_story(PROMOTION_STORY, points)) for points in chunk]
+
+
+def _abort_pairs(chunk: list[frozenset[CrashPoint]]) -> list[Outcome]:
+    return [_lean(run_story(ABORT_STORY, points)) for points in chunk]
 
 
 def _lean(outcome: Outcome) -> Outcome:
@@ -125,7 +130,8 @@ def main() -> int:
                 failed += _sweep(pool, f"single crashes{title}", run, singles)
             for title, run, story in (
                 ("", _pairs, PAIR_STORY),
-                (" in rollouts", _rollout_pairs, ROLLOUT_PAIR_STORY),
+                (" in a promotion", _promotion_pairs, PROMOTION_STORY),
+                (" in an abort", _abort_pairs, ABORT_STORY),
             ):
                 pairs = (frozenset(pair) for pair in itertools.combinations(_points(story), 2))
                 failed += _sweep(pool, f"pairs of crashes{title}", run, pairs)
