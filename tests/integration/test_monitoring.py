@@ -127,7 +127,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
             for name in [name for name in os.environ if name.startswith("MUSTER_")]:
                 environment.delenv(name)
             environment.setenv("MUSTER_PROMETHEUS_URL", prometheus.url)
-            options = msgspec.structs.replace(ANY_PORTS, num_cpus=8)
+            options = msgspec.structs.replace(ANY_PORTS, num_cpus=12)
             stack = EmbeddedStack(tmp_path_factory.mktemp("s") / "state", options)
             _, _ = await asyncio.gather(asyncio.to_thread(prometheus.start), stack.start())
         try:

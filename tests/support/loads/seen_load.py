@@ -60,11 +60,12 @@ async def deploy(admin: AdminClient) -> None:
 
 
 async def _roll_out(admin: AdminClient) -> None:
-    """One that stays at its step, and one that is aborted."""
-    plain = [_deploy(name, "Quiet", BackendConfig()) for name in ("rolled", "aborted")]
+    """One that stays at its step, one whose answers are compared, and one that is aborted."""
+    plain = [_deploy(name, "Quiet", BackendConfig()) for name in ("rolled", "compared", "aborted")]
     await _all_done(admin, [await admin.call(command) for command in plain])
-    steps = RolloutConfig(steps=("50% wait", "100%"))
     for command in plain:
+        first = "shadow 100% wait" if command.name == "compared" else "50% wait"
+        steps = RolloutConfig(steps=(first, "100%"))
         await admin.call(StartRollout(name=command.name, version="new", rollout=steps))
     await admin.call(ControlRollout(name="aborted", action=RolloutAction.ABORT))
 
@@ -105,6 +106,7 @@ async def under_load(http_url: str) -> AsyncIterator[None]:
             lambda: _talk(session),
             lambda: _get(session, "/asleep"),
             *(lambda: _get(session, "/rolled") for _ in range(2)),
+            *(lambda: _get(session, "/compared") for _ in range(2)),
             lambda: _get(session, "/nowhere"),
             lambda: _die(session),
         ]

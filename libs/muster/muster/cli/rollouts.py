@@ -31,8 +31,8 @@ from muster.client.requests import StackAddress
 from serve_common.api.commands import ControlRollout, RolloutAction, StartRollout
 from serve_common.api.queries import GetRollouts
 from serve_common.api.rollout_views import RolloutView
-from serve_common.config.rollout import RolloutConfig, check_rollout_config
-from serve_common.errors import BadField, TransientError
+from serve_common.config.rollout import RolloutConfig
+from serve_common.errors import TransientError
 from serve_common.names import deployment_tag
 
 app = Commands(
@@ -95,10 +95,6 @@ def start(
     fields = dict(parsing.read_object(limits, session.directory, "--limits"))
     if steps is not None:
         fields["steps"] = [step.strip() for step in steps.split(",")]
-    try:
-        rollout = check_rollout_config(msgspec.convert(fields, RolloutConfig)) if fields else None
-    except msgspec.ValidationError as error:
-        raise BadField("--limits", str(error)) from error
     backend_fields = _backend_fields(session, overrides)
     what = short_name(tag)
     return ChangeRequest(
@@ -107,7 +103,7 @@ def start(
             replica_config=replica_config,
             backend_config=backend_fields,
             version=version,
-            rollout=rollout,
+            rollout_fields=fields,
             again=again,
         ),
         what=what,
@@ -207,7 +203,9 @@ def _line(view: RolloutView) -> str:
     at = f"step {view.step + 1}/{len(view.steps)} {view.steps[view.step]}"
     found = view.differences.examples if view.differences and view.outcome == "aborted" else []
     examples = f" ({'; '.join(found)})" if found else ""
-    return f"{short_name(view.backend_tag)} {state}, {at}: {view.reason or gates}{examples}"
+    needed = max((gate.requests_needed or 0 for gate in view.gates if gate.status == "unknown"), default=0)
+    more = f"; about {needed} more requests are needed" if needed and view.reason and not view.outcome else ""
+    return f"{short_name(view.backend_tag)} {state}, {at}: {view.reason or gates}{more}{examples}"
 
 
 def _drawn(view: RolloutView) -> Group:

@@ -319,6 +319,8 @@ class StartRollout(Command[ChangeReply], frozen=True, kw_only=True):
     """The user's name for the code."""
     rollout: RolloutConfig | None = None
     """Steps and limits. None: those of the deployment's `BackendConfig.rollout`, or the defaults."""
+    rollout_fields: dict[str, Any] = {}
+    """Fields of these that are otherwise in this rollout."""
     again: bool = False
     """Whether to try a version that was aborted a short time ago."""
     request_id: str | None = None

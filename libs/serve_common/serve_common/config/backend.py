@@ -454,7 +454,7 @@ def check_http_options(options: HttpOptions, field: str = "options") -> HttpOpti
     return options
 
 
-Merged = TypeVar("Merged", ReplicaConfig, BackendConfig, EndpointOptions, HttpOptions)
+Merged = TypeVar("Merged", ReplicaConfig, BackendConfig, EndpointOptions, HttpOptions, RolloutConfig)
 
 
 def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:

@@ -12,6 +12,7 @@ import msgspec
 from serve_common.errors import BadField
 from serve_common.values import check_between
 
+RESERVED_NAMES: Final = frozenset({"errors", "client_errors", "latency_p50", "latency_p99", "differences"})
 GATES_MAX: Final = 10
 """Most external gates of one rollout."""
 _NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,38}[a-z0-9])?")
@@ -79,6 +80,8 @@ def check_external_gate(gate: ExternalGate, field: str) -> None:
         raise BadField(
             f"{field}.name", f"{gate.name[:60]!r} must be 1 to 40 lower-case letters, digits, '-' and '_'"
         )
+    if gate.name in RESERVED_NAMES:
+        raise BadField(f"{field}.name", f"{gate.name!r} is the name of a gate that every rollout has")
     sources = {"promql": gate.promql, "webhook": gate.webhook, "responder": gate.responder}
     used = [name for name, text in sources.items() if text]
     if len(used) != 1:

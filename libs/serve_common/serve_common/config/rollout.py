@@ -74,7 +74,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     integers only when they are the same."""
     replays_captures: bool = False
     """Whether captured requests of the deployment's endpoints are sent to them again in shadow steps, ten a second,
-    until differences are shown to be few or many: where there is too little traffic. Only GET, HEAD and OPTIONS."""
+    until it has shown all that it must: where there is too little traffic. Only GET, HEAD and OPTIONS."""
     replays_all_methods: bool = False
     """Whether captured requests of other methods are sent again too: they then run once more in the old version."""
     max_replica_failures: int = 2

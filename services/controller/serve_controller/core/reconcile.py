@@ -38,6 +38,7 @@ from serve_controller.core.replica_reports import apply_reports
 from serve_controller.core.restored import adopt_replicas
 from serve_controller.core.rolling_update import check_again_at, roll
 from serve_controller.core.rollouts.advance import advance_rollout
+from serve_controller.core.rollouts.record import canary_tag
 from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import forget_tombstones, renew_snapshots, void_last
 from serve_controller.core.transitions import IN_HOST_GOAL
@@ -324,6 +325,9 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
         draft.delete((ObjectKind.BACKEND, tag))
         if tag not in draft.active_rollouts:
             draft.delete((ObjectKind.ROLLOUT, tag))
+            failed = draft.backends.get(canary_tag(tag))
+            if failed is not None:  # an aborted version that was kept
+                draft.put(msgspec.structs.replace(failed, deleting=True))
         for number in sorted(draft.revisions.get(tag, {})):
             draft.delete((ObjectKind.REVISION, revision_name(tag, number)))
         deployment = draft.living_deployment(tag)

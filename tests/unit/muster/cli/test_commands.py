@@ -219,7 +219,7 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
             name="default/digits",
             replica_config={"import_path": "digits:Digits", "code": ""},
             version="v2",
-            rollout=RolloutConfig(steps=("5%", "100%"), cool_down_s=60),
+            rollout_fields={"cool_down_s": 60, "steps": ["5%", "100%"]},
         ),
         "digits runs the new version v2: every step passed: 1 replica, version v1",
     ),

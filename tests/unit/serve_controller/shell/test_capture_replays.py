@@ -14,6 +14,7 @@ from serve_common.errors import BadField, BusUnavailable
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.captures import CapturedMessage, CapturedPair
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.rollouts.judge import GateStatus, results
 from serve_controller.core.rollouts.replays import get_replays, is_needed
 from serve_controller.ports import CapturedRequest
 from serve_controller.shell import capture_replays
@@ -22,6 +23,8 @@ from tests.support.control_loop.rollout_world import BASELINE, CANARY, TAG, Roll
 from tests.support.control_loop.traffic import model
 
 STEPS = ("shadow 10%", "50%", "100%")
+ALPHA = RolloutConfig().false_abort_probability / 2
+"""Of the first step."""
 
 
 def pair(at: float, method: str = "GET") -> CapturedPair:
@@ -105,17 +108,20 @@ async def test_nothing_is_sent_by_a_standby_or_while_it_is_paused(world: Rollout
     assert captures.sent == []
 
 
-def test_a_step_needs_them_until_differences_are_decided(world: RolloutWorld) -> None:
+def test_a_step_needs_them_until_it_has_shown_all_that_it_must(world: RolloutWorld) -> None:
     [rule] = get_replays(world.loop.checkpoint)
     assert is_needed(world.loop.checkpoint, rule)
     world.traffic.differing = {CANARY: 0.0, BASELINE: 0.0}
     world.traffic._rate = 3000.0
-    world.run(5)
-    rollout = world.loop.checkpoint.rollouts[BackendTag(TAG)]
-    assert rollout.step > 0 or not is_needed(world.loop.checkpoint, rule)
-    if rollout.step == 0:
-        world.do(RolloutAction.STEP)
-    world.run_to_step(1)
+    for _ in range(200):
+        rollout = world.loop.checkpoint.rollouts[BackendTag(TAG)]
+        if rollout.step > 0:
+            break
+        statuses = {one.status for one in results(rollout.gates, rollout.config, ALPHA)}
+        assert is_needed(world.loop.checkpoint, rule) is (GateStatus.UNKNOWN in statuses)
+        world.run(0.25)
+    assert rollout.step > 0
+    assert not is_needed(world.loop.checkpoint, rule)
     assert get_replays(world.loop.checkpoint) == []
 
 

@@ -36,8 +36,7 @@ from serve_controller.core.rollouts.record import (
     canary_tag,
     rollout_owned,
 )
-from serve_controller.core.rollouts.starting import put_rollout
-from serve_controller.core.versions import replica_part
+from serve_controller.core.rollouts.starting import get_aborted, get_version_digest, put_rollout
 
 ROLLOUTS_MAX = 100
 """Most rollouts at once."""
@@ -47,7 +46,6 @@ _REASON_LENGTH_MAX = 500
 def start_rollout(checkpoint: Checkpoint, command: StartRollout, now: float) -> Accepted:
     """Start the rollout of a new version of a backend that runs."""
     tag = deployment_tag(command.name)
-    limits = RolloutConfig() if command.rollout is None else check_rollout_config(command.rollout)
     backend = _running(checkpoint, tag)
     target = backend.target
     candidate = Candidate(
@@ -59,14 +57,19 @@ def start_rollout(checkpoint: Checkpoint, command: StartRollout, now: float) -> 
         ),
         version=command.version,
     )
-    if command.rollout is None:
-        limits = candidate.backend_config.rollout or limits
+    limits = command.rollout or candidate.backend_config.rollout or RolloutConfig()
+    limits = check_rollout_config(merged(limits, command.rollout_fields, "rollout_fields"))
+    if (
+        command.backend_config.get("num_replicas", candidate.backend_config.num_replicas)
+        != target.backend_config.num_replicas
+    ):
+        raise BadField("backend_config.num_replicas", "stays as it is in a rollout; scale before or after it")
     if command.version is not None and not 0 < len(command.version) <= VERSION_LENGTH_MAX:
         raise BadField("version", f"must have 1 to {VERSION_LENGTH_MAX} characters")
     again = retried(checkpoint, command.request_id, tag, rollout_owned(tag))
     if again is not None:
         return again
-    _check_new_version(checkpoint, backend, command)
+    _check_new_version(checkpoint, backend, candidate)
     check_may_start(checkpoint, backend, candidate, now, again=command.again)
     draft = Draft(checkpoint)
     goal_id = new_goal(
@@ -102,10 +105,15 @@ def check_name_for_rollouts(tag: BackendTag, field: str = "name") -> None:
         raise BadField(field, f"is too long: {baseline_tag(tag)!r} must be a valid name too")
 
 
-def _check_new_version(checkpoint: Checkpoint, backend: Backend, command: StartRollout) -> None:
-    tag = backend.backend_tag
-    if command.version is not None and command.version == backend.target.version:
-        raise Conflict(f"version: {command.version!r} of {tag!r} runs already")
+def _check_new_version(checkpoint: Checkpoint, backend: Backend, candidate: Candidate) -> None:
+    tag, target = backend.backend_tag, backend.target
+    if candidate.version is not None and candidate.version == target.version:
+        raise Conflict(
+            f"version: {candidate.version!r} of {tag!r} runs already; give the new one another name"
+        )
+    same = Candidate(replica_config=target.replica_config, backend_config=target.backend_config, version=None)
+    if is_same_version(candidate, same):
+        raise Conflict(f"version: nothing of {tag!r} would change; name the version, if its code has changed")
     if not checkpoint.used_by.get(tag):
         raise Conflict(f"name: no endpoint sends requests to {tag!r}; deploy the new version")
     former = checkpoint.rollouts.get(tag)
@@ -133,13 +141,13 @@ def check_may_start(
         if checkpoint.living_deployment(one) is not None:
             raise Conflict(f"name: there is a deployment {one!r}, whose name the rollout needs")
     check_backend_limit(checkpoint, 2 * more)
-    former = checkpoint.rollouts.get(tag)
-    if former is not None and former.outcome is RolloutOutcome.ABORTED and not again:
-        over_at = (former.decided_at or now) + former.config.cool_down_s
-        if now < over_at and is_same_version(former.candidate, candidate):
+    former, digest = checkpoint.rollouts.get(tag), get_version_digest(candidate)
+    for aborted in () if again else get_aborted(former, now):
+        if aborted.version_digest == digest:
             raise Conflict(
-                f"version: this version was aborted {now - (former.decided_at or now):.0f} s ago and is not tried "
-                f"again within {former.config.cool_down_s:g} s unless `again` is set: {former.reason[:300]}"
+                f"version: this version was aborted {now - aborted.decided_at:.0f} s ago and is refused for another "
+                f"{aborted.refused_until - now:.0f} s, but for `muster rollout start --again` and a deploy with "
+                f"skips_rollout (--no-rollout): {aborted.reason[:300]}"
             )
     if len(checkpoint.active_rollouts) + more > ROLLOUTS_MAX:
         raise LimitReached(f"{ROLLOUTS_MAX} rollouts are under way already")
@@ -147,11 +155,7 @@ def check_may_start(
 
 def is_same_version(one: Candidate, other: Candidate) -> bool:
     """Whether replicas of both are alike, whatever their number and the steps by which they take over."""
-    return (one.version, one.replica_config, replica_part(one.backend_config)) == (
-        other.version,
-        other.replica_config,
-        replica_part(other.backend_config),
-    )
+    return get_version_digest(one) == get_version_digest(other)
 
 
 def control_rollout(checkpoint: Checkpoint, command: ControlRollout, now: float) -> Accepted:
@@ -193,6 +197,8 @@ def _controlled(rollout: Rollout, action: RolloutAction) -> Rollout:
         case RolloutAction.PROMOTE:
             return msgspec.structs.replace(rollout, state=RolloutState.RUNNING, skips_to_end=True)
         case RolloutAction.STEP:
+            if rollout.state is RolloutState.PAUSED:
+                raise Conflict(f"name: the rollout of {tag!r} is paused; resume it first")
             if not rollout.is_in_force:
                 raise Conflict(f"name: {rollout.progress}; it cannot pass before its requests go that way")
             return msgspec.structs.replace(rollout, approved=True)

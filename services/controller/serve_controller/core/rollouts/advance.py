@@ -395,8 +395,17 @@ def _last_step(
     """All requests go to the canary; once that has lasted long enough, the deployment gets its version."""
     step = rollout.steps[-1]
     ends_at = rollout.in_force_at + step.hold_s
+    external = [(one.status, f"{one.name}: {one.text}") for one in external_results(rollout, observed, now)]
+    failed = "; ".join(text for status, text in external if status is GateStatus.FAILED)
+    if failed:
+        abort(draft, rollout.backend_tag, failed, now)
+        return None
     if rollout.state is RolloutState.PAUSED:
         _set_reason(draft, rollout, "paused")
+        return None
+    missing = "; ".join(text for status, text in external if status is GateStatus.UNKNOWN)
+    if missing and not (rollout.skips_to_end or rollout.approved):
+        _set_reason(draft, rollout, missing)
         return None
     waits = step.waits and not rollout.approved
     if not rollout.skips_to_end and (now < ends_at or waits):

@@ -48,10 +48,10 @@ class DueGate(msgspec.Struct, frozen=True, kw_only=True):
 def get_due_gates(
     checkpoint: Checkpoint, samples: Mapping[GateKey, GateSample], now: float
 ) -> Iterator[DueGate]:
-    """All gates that are to be asked now, of rollouts whose present step is judged."""
+    """All gates that are to be asked now, of rollouts whose requests go by their present step."""
     for tag in sorted(checkpoint.active_rollouts):
         rollout = checkpoint.rollouts[tag]
-        if rollout.judged_step is None:
+        if not rollout.samples_gates:
             continue
         for gate in rollout.config.gates:
             key = gate_key(rollout, gate)

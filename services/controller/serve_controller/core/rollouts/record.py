@@ -82,6 +82,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None
 
 
+class AbortedVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that is not to be tried again for a while."""
+
+    version_digest: str
+    decided_at: float
+    refused_until: float
+    """Seconds since 1970."""
+    reason: str
+
+
 class EndpointFields(msgspec.Struct, frozen=True, kw_only=True):
     """What a deploy sets of the endpoint of its deployment."""
 
@@ -175,6 +185,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     decided_at: float | None = None
     """When it was decided how it ends."""
     ended_at: float | None = None
+    aborted: tuple[AbortedVersion, ...] = ()
+    """Versions that were aborted before this rollout, and are still refused."""
 
     @property
     def steps(self) -> tuple[RolloutStep, ...]:
@@ -221,6 +233,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     def is_active(self) -> bool:
         """Whether it has not ended."""
         return self.state is not RolloutState.ENDED
+
+    @property
+    def samples_gates(self) -> bool:
+        """Whether its external gates are asked now: in every step, also in the last one, where nothing is compared."""
+        return self.state in STEPPING and self.is_in_force
 
     @property
     def judged_step(self) -> int | None:

@@ -11,7 +11,7 @@ import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.rollouts.judge import GateKind, GateStatus, alpha_of_step, results
+from serve_controller.core.rollouts.judge import GateStatus, alpha_of_step, results
 from serve_controller.core.rollouts.record import Rollout, RolloutState
 
 
@@ -47,15 +47,14 @@ def get_replays(checkpoint: Checkpoint) -> list[ReplayRule]:
 
 
 def is_needed(checkpoint: Checkpoint, rule: ReplayRule) -> bool:
-    """Whether the step still needs requests: a paused one does not, nor one whose differences are decided."""
+    """Whether the step still needs requests: a paused one does not, nor one that has shown all that it must."""
     rollout = checkpoint.rollouts.get(rule.backend_tag)
     if rollout is None or rollout.state is not RolloutState.RUNNING or not _is_compared(rollout):
         return False
     assert rollout.judged_step is not None
     alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, rollout.judged_step)
     return any(
-        result.kind is GateKind.DIFFERENCES and result.status is GateStatus.UNKNOWN
-        for result in results(rollout.gates, rollout.config, alpha)
+        result.status is GateStatus.UNKNOWN for result in results(rollout.gates, rollout.config, alpha)
     )
 
 

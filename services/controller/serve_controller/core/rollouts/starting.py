@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Final
+
 import msgspec
 
 from serve_common.config.rollout import RolloutConfig
 from serve_common.names import GoalId
+from serve_common.values import truncate
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.objects import Backend
 from serve_controller.core.rollouts.closing import PAUSED_BY
 from serve_controller.core.rollouts.record import (
+    AbortedVersion,
     Candidate,
     Deployed,
     Rollout,
+    RolloutOutcome,
     baseline_tag,
     canary_tag,
 )
-from serve_controller.core.versions import Wanted, make_backend
+from serve_controller.core.versions import Wanted, make_backend, replica_part
+
+ABORTED_MAX: Final = 20
+"""Aborted versions of a deployment that are remembered, the latest."""
+_REASON_LENGTH_MAX: Final = 300
+
+
+def get_version_digest(candidate: Candidate) -> str:
+    """What tells versions apart: all that their replicas are made of, but not their number, nor the rollout's steps."""
+    made_of = (candidate.version, candidate.replica_config, replica_part(candidate.backend_config))
+    return hashlib.blake2b(msgspec.json.encode(made_of), digest_size=16).hexdigest()
+
+
+def get_aborted(former: Rollout | None, now: float) -> tuple[AbortedVersion, ...]:
+    """The versions of a deployment that are still refused, with that of its last rollout; the latest come last."""
+    if former is None:
+        return ()
+    aborted = former.aborted
+    if former.outcome is RolloutOutcome.ABORTED and former.decided_at is not None:
+        latest = AbortedVersion(
+            version_digest=get_version_digest(former.candidate),
+            decided_at=former.decided_at,
+            refused_until=former.decided_at + former.config.cool_down_s,
+            reason=truncate(former.reason, _REASON_LENGTH_MAX),
+        )
+        aborted = (*(one for one in aborted if one.version_digest != latest.version_digest), latest)
+    return tuple(one for one in aborted if now < one.refused_until)[-ABORTED_MAX:]
 
 
 def put_rollout(
@@ -48,6 +80,7 @@ def put_rollout(
         base_config_version=target.config_version,
         deployed=deployed,
         has_backends=former is None or not former.is_active,
+        aborted=get_aborted(former, now),
         pauses_autoscaling=pauses,
     )
     draft.put(rollout)

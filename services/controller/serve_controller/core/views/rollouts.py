@@ -85,7 +85,7 @@ def _gates(rollout: Rollout) -> list[GateView]:
 
 
 def _external_gates(rollout: Rollout, observed: ObservedState, now: float) -> list[GateView]:
-    if rollout.judged_step is None:
+    if not rollout.samples_gates:
         return []
     return [
         GateView(

@@ -9,9 +9,11 @@ from serve_common.api.commands import (
     RolloutAction,
     Scale,
     StartRollout,
+    UpdateBackendConfig,
 )
 from serve_common.api.views import GoalStatus
-from serve_common.errors import Conflict
+from serve_common.config.rollout import RolloutConfig
+from serve_common.errors import BadField, Conflict
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
@@ -260,7 +262,7 @@ def test_an_aborted_version_is_not_tried_again_by_itself() -> None:
     world.start()
     world.do(RolloutAction.ABORT)
     world.run(10, until=RolloutState.ENDED)
-    with pytest.raises(Conflict, match="not tried again"):
+    with pytest.raises(Conflict, match="is refused for another"):
         world.start()
     world.loop.command(
         StartRollout(name="a", version="v2", replica_config={"import_path": "good:Code"}, again=True)
@@ -342,3 +344,63 @@ def test_canary_and_baseline_run_on_the_same_hosts(num: int, steps: tuple[str, .
     ]
     assert len(placed[0]) == (num + 1) // 2
     assert placed[0] == placed[1]
+
+
+def test_the_fields_of_one_rollout_are_laid_over_the_deployments_own() -> None:
+    world = RolloutWorld()
+    own = RolloutConfig(steps=("50%", "100%"), max_error_increase=0.05)
+    world.loop.done(UpdateBackendConfig(backend_tag=TAG, config={"rollout": own}))
+    command = StartRollout(name="a", version="v2", rollout_fields={"steps": ["25%", "100%"]})
+    world.loop.ask(command)
+    assert world.rollout.config == RolloutConfig(steps=("25%", "100%"), max_error_increase=0.05)
+    world.do(RolloutAction.ABORT)
+    world.run(10, until=RolloutState.ENDED)
+    with pytest.raises(BadField, match=r"rollout_fields\.stepz"):
+        world.loop.ask(StartRollout(name="a", version="v3", rollout_fields={"stepz": []}))
+    with pytest.raises(BadField, match=r"rollout\.steps"):
+        world.loop.ask(StartRollout(name="a", version="v3", rollout_fields={"steps": ["5%"]}))
+
+
+def test_versions_that_were_aborted_are_refused_whatever_was_tried_since() -> None:
+    world = RolloutWorld(rate=10.0)
+    for version in ("v2", "v3"):
+        world.loop.ask(StartRollout(name="a", version=version))
+        world.do(RolloutAction.ABORT, reason=f"{version} smells")
+        world.run(10, until=RolloutState.ENDED)
+    for version in ("v2", "v3"):
+        with pytest.raises(Conflict, match=f"is refused for another .*{version} smells"):
+            world.loop.ask(StartRollout(name="a", version=version))
+    world.loop.ask(StartRollout(name="a", version="v2", again=True))
+    world.do(RolloutAction.ABORT)
+    world.run(10, until=RolloutState.ENDED)
+    world.loop.now += 3600.0
+    world.loop.ask(StartRollout(name="a", version="v3"))
+
+
+def test_what_would_change_nothing_or_cannot_be_changed_is_refused() -> None:
+    world = RolloutWorld()
+    with pytest.raises(Conflict, match="nothing of 'default/a' would change"):
+        world.loop.ask(StartRollout(name="a"))
+    with pytest.raises(BadField, match=r"backend_config\.num_replicas"):
+        world.loop.ask(StartRollout(name="a", version="v2", backend_config={"num_replicas": 5}))
+
+
+def test_a_paused_rollout_takes_no_step() -> None:
+    world = RolloutWorld(rate=10.0)
+    world.start()
+    world.run_to_step(0)
+    world.do(RolloutAction.PAUSE)
+    with pytest.raises(Conflict, match="resume it first"):
+        world.do(RolloutAction.STEP)
+
+
+def test_a_failed_version_that_is_kept_goes_with_its_deployment() -> None:
+    world = RolloutWorld(rate=10.0)
+    world.start(keeps_failed=True)
+    world.run_to_step(0)
+    world.do(RolloutAction.ABORT)
+    world.run(10, until=RolloutState.ENDED)
+    assert CANARY in world.loop.checkpoint.backends
+    world.loop.done(DeleteDeployment(name="a"))
+    world.loop.settle()
+    assert not world.loop.checkpoint.backends

@@ -103,7 +103,7 @@ def test_a_version_that_is_worse_fails_its_deploy_and_is_refused_for_a_while() -
     assert "errors" in world.loop.goal(goal_id).error
     assert world.loop.backend().target.version == "v1"
     assert (world.config.num_replicas, world.endpoint.target.route) == (2, None)
-    with pytest.raises(Conflict, match=r"was aborted .* unless `again` is set"):
+    with pytest.raises(Conflict, match=r"was aborted .* is refused for another .*--no-rollout"):
         world.loop.ask(rolled("v2"))
     with pytest.raises(Conflict, match="was aborted"):
         world.loop.ask(rolled("v2", num=7, rollout=WAITS))  # other steps and numbers make no other version

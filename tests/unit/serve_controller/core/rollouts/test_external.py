@@ -127,6 +127,29 @@ def test_an_old_answer_counts_for_nothing() -> None:
     assert world.rollout.reason.startswith("accuracy: no answer since")
 
 
+def test_the_last_step_asks_too() -> None:
+    world = GatedWorld()
+    world.responses["accuracy"] = GateResponse(value=0.93)
+    world.start(gates=(ACCURACY,), steps=("50%", "100%"))
+    world.run_to_step(1)
+    world.responses["accuracy"] = GateResponse(value=0.5)
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.ABORTED, world.rollout.progress
+    assert world.rollout.reason.startswith("accuracy: 0.5, which must be at least 0.9")
+    assert world.weights() == {TAG: 1.0}
+
+
+def test_a_rollout_of_one_step_waits_for_its_gates() -> None:
+    world = GatedWorld()
+    world.start(gates=(ACCURACY,), steps=("100%",))
+    world.run_to_step(0)
+    world.run(60)
+    assert (world.rollout.state, world.rollout.reason) == (RolloutState.RUNNING, "accuracy: no answer: away")
+    world.responses["accuracy"] = GateResponse(value=1.0)
+    world.run(60, until=RolloutState.ENDED)
+    assert world.rollout.outcome is RolloutOutcome.PROMOTED
+
+
 def test_callers_see_what_a_gate_waits_for() -> None:
     world = GatedWorld()
     world.start(gates=(ACCURACY,))
@@ -204,6 +227,7 @@ def test_what_an_answer_comes_to(
     [
         ({"name": "A"}, "gates[0].name"),
         ({"name": "a b"}, "gates[0].name"),
+        ({"name": "errors"}, "gates[0].name"),
         ({"name": "x" * 41}, "gates[0].name"),
         ({"responder": ""}, "gates[0]"),
         ({"webhook": "http://x/"}, "gates[0]"),
