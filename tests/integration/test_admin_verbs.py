@@ -422,7 +422,11 @@ async def test_the_history_shows_who_changed_what_from_what_to_what(desk: AdminD
         reply.goal_id,
     )
     assert "@" in newest.principal, "the client says who it is"
-    assert newest.request == {"backend_tag": name, "config": {"num_replicas": 2}}
+    assert newest.request == {
+        "backend_tag": name,
+        "config": {"num_replicas": 2},
+        "skips_rollout": False,
+    }
     assert (num_replicas(newest.old, name), num_replicas(newest.new, name)) == (1, 2)
     assert num_replicas(first.old, name) is None
     assert newest.epoch == (await desk.admin.call(q.GetStatus())).epoch
