@@ -37,9 +37,6 @@ REQUESTS_FOR_TIMES: Final = 300
 _BLOCKS_MIN: Final = {Side.WORSE: 12, Side.FINE: 4}
 """Blocks that latencies need at least to be shown worse, or fine: six and two seconds. A replica that stands still for
 a moment condemns no version, nor lets it pass."""
-_ERROR_BLOCK_SHARE: Final = 0.65
-"""What one block adds at most of the evidence that a version fails: the requests of one replica that dies fail
-together, and must not be all that there is."""
 RECENT_REQUESTS: Final = 5_000.0
 """Requests that these times are chosen from: so many of the last ones."""
 
@@ -232,12 +229,10 @@ def with_counts(
 
 def _gain_max(kind: GateKind, side: Side, config: RolloutConfig) -> float:
     """The most that one block adds to the logarithm of the evidence."""
-    if kind is GateKind.DIFFERENCES:
-        return math.inf
+    if kind not in _QUANTILES:
+        return math.inf  # a version that always fails is to be gone at once
     worse_at, fine_at = _thresholds(kind, config, config.false_abort_probability)
-    if kind in _QUANTILES:
-        return (worse_at if side is Side.WORSE else fine_at) / _BLOCKS_MIN[side]
-    return worse_at * _ERROR_BLOCK_SHARE if side is Side.WORSE else math.inf
+    return (worse_at if side is Side.WORSE else fine_at) / _BLOCKS_MIN[side]
 
 
 def _with_block(test: Test, block: RequestBlock, margin: float, gain_max: float) -> Test:
