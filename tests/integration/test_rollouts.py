@@ -60,7 +60,7 @@ class Load:
         self = cls(rate)
         urls = [f"http://127.0.0.1:{port}/{NAME}" for port in stack.http_ports]
         # While the stack stands still requests wait for a connection: there are only so many files.
-        connector, timeout = aiohttp.TCPConnector(limit=300), aiohttp.ClientTimeout(total=60)
+        connector, timeout = aiohttp.TCPConnector(limit=300), aiohttp.ClientTimeout(total=30)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
             asyncio.TaskGroup() as requests,
