@@ -265,8 +265,9 @@ async def test_a_rollout_is_started_paused_let_pass_aborted_and_promoted(desk: A
     assert (await admin.call(c.ControlRollout(name="rolled", action=c.RolloutAction.STEP, step=0))).updating
     await until_in_force(desk, 1)
     abort = c.ControlRollout(name="rolled", action=c.RolloutAction.ABORT, reason="odd")
-    assert (await admin.call(abort)).updating
-    goal = await desk.ended(started.goal_id)
+    aborted = await admin.call(abort)
+    assert (aborted.updating, aborted.goal_id) == (True, started.goal_id)
+    goal = await desk.ended(aborted.goal_id)
     assert (goal.status, goal.error) == (GoalStatus.FAILED, "by command: odd")
     assert not (await admin.call(abort)).updating
     assert (await admin.call(q.GetDeploymentInfo(name="rolled"))).version == "v1"

@@ -67,6 +67,8 @@ class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The deployment whose replicas are reported at the end; None for none."""
     question: str = ""
     """Confirmation prompt before anything is sent; empty for none. ``{address}`` in it is that of the stack."""
+    ends: GoalStatus = GoalStatus.SUCCEEDED
+    """How its goal ends when the change is made: that of a rollout fails when it is aborted as wanted."""
     without_stack: str = ""
     """What is said, and is no failure, where no stack is found; empty: it is a failure."""
 
@@ -194,12 +196,13 @@ async def perform(
         )
         if view.status is not GoalStatus.SUCCEEDED:
             break
-    result = ChangeResult.SUCCEEDED if view is None else RESULT_BY_STATUS[view.status]
+    status = GoalStatus.SUCCEEDED if view is None or view.status is change.ends else view.status
+    result = RESULT_BY_STATUS[status]
     return ChangeOutcome(
         result=result,
         goal_id=goal_id if view is None else view.goal_id,
         goal_ids=goal_ids,
-        error="" if view is None else view.error,
+        error="" if view is None or result is ChangeResult.SUCCEEDED else view.error,
         message="" if view is None else view.message,
         took_s=elapsed_s(),
         deployment=await _deployment(admin, change),
@@ -330,8 +333,7 @@ def _progress_hint(change: ChangeRequest) -> str:
 
 
 def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
-    lines = []
-    command = change.command
+    lines, command = [], change.command
     if (
         isinstance(command, Deploy)
         and "ModuleNotFoundError" in outcome.error
@@ -340,8 +342,11 @@ def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
         lines.append("hint: --app-dir sets the directory that replicas import the module from")
     if change.deployment is None:
         return lines
-    deployment = outcome.deployment
-    serving = [] if deployment is None else [r for r in deployment.replicas if r.state in _SERVING]
+    serving = (
+        []
+        if (deployment := outcome.deployment) is None
+        else [r for r in deployment.replicas if r.state in _SERVING]
+    )
     if serving:
         version = f" (version {serving[0].version})" if serving[0].version else ""
         lines.append(f"What served before still serves: {_replicas(len(serving))}{version}.")

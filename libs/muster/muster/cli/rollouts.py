@@ -31,6 +31,7 @@ from muster.client.requests import StackAddress
 from serve_common.api.commands import ControlRollout, RolloutAction, StartRollout
 from serve_common.api.queries import GetRollouts
 from serve_common.api.rollout_views import RolloutView
+from serve_common.api.views import GoalStatus
 from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import TransientError
 from serve_common.names import deployment_tag
@@ -260,6 +261,7 @@ def _control(name: str, action: RolloutAction, done: str, *, reason: str = "") -
         done=done,
         already="is that way already",
         progress_command=f"muster rollout watch {short_name(tag)}",
+        ends=GoalStatus.FAILED if action is RolloutAction.ABORT else GoalStatus.SUCCEEDED,
     )
 
 
@@ -313,6 +315,8 @@ def abort(*, name: DeploymentName, reason: ReasonOption = "") -> ChangeRequest:
 
     Example:
       muster rollout abort hello --reason 'answers look wrong'
+
+    Waits until no request goes to the new version any more.
     """
     return _control(name, RolloutAction.ABORT, "is aborted", reason=reason)
 

@@ -344,7 +344,7 @@ class RolloutAction(Enum):
 class ControlRollout(Command[ChangeReply], frozen=True, kw_only=True):
     """Pause, resume, promote or abort a rollout, or let its present step pass.
 
-    Only a promotion has a goal to wait for: that of the rollout.
+    A promotion and an abort have the rollout's goal: it succeeds, or fails once the old version has all requests.
     """
 
     verb = "control_rollout"

@@ -689,6 +689,15 @@ def test_how_a_goal_ended_decides_the_exit_code(
     assert json.loads(as_json.stdout)["result"] == status.value
 
 
+def test_an_abort_is_made_once_the_goal_of_the_rollout_has_failed(muster: Muster, controller: Any) -> None:
+    controller.goal = GoalView(goal_id=GOAL, status=GoalStatus.FAILED, error="by command: odd")
+    done = muster("rollout", "abort", "digits", "--reason", "odd")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("digits is aborted (")
+    controller.goal = GoalView(goal_id=GOAL, status=GoalStatus.SUPERSEDED, error="replaced by g9")
+    assert muster("rollout", "abort", "digits").exit_code == 1
+
+
 @CHANGES
 def test_a_refusal_is_one_plain_line(muster: Muster, controller: Any, line: str) -> None:
     error = BadField("weights", "sum to 2; they must sum to 1")

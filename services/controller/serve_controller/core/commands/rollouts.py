@@ -118,6 +118,8 @@ def _check_new_version(checkpoint: Checkpoint, backend: Backend, candidate: Cand
         raise Conflict(f"name: no endpoint sends requests to {tag!r}; deploy the new version")
     former = checkpoint.rollouts.get(tag)
     if former is not None and former.is_active:
+        if former.outcome is not None:
+            raise Conflict(f"name: a rollout of {tag!r} is ending; wait for {former.goal_id}")
         raise Conflict(
             f"name: a rollout of {tag!r} is under way ({former.goal_id}); abort or promote it first"
         )
@@ -168,7 +170,8 @@ def control_rollout(checkpoint: Checkpoint, command: ControlRollout, now: float)
     if rollout.outcome is not None:
         wanted = {RolloutAction.ABORT: RolloutOutcome.ABORTED, RolloutAction.PROMOTE: RolloutOutcome.PROMOTED}
         if wanted.get(action) is rollout.outcome:
-            return nothing_to_do(tag, None)
+            is_ending = rollout.goal_id in checkpoint.pending
+            return nothing_to_do(tag, rollout.goal_id if is_ending else None, updating=is_ending)
         raise Conflict(f"name: the rollout of {tag!r} has ended: it was {rollout.outcome.value}")
     if command.step is not None and command.step != rollout.step:
         return nothing_to_do(tag, None)
@@ -176,7 +179,7 @@ def control_rollout(checkpoint: Checkpoint, command: ControlRollout, now: float)
     if action is RolloutAction.ABORT:
         reason = truncate(command.reason, _REASON_LENGTH_MAX)
         abort(draft, tag, f"by command: {reason}" if reason else "by command", now)
-        return changed(draft, tag, None)
+        return changed(draft, tag, rollout.goal_id)
     after = _controlled(rollout, action)
     goal_id = rollout.goal_id if action is RolloutAction.PROMOTE else None
     if after == rollout:
