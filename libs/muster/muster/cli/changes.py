@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -37,6 +36,7 @@ from muster.cli.queries import (
 )
 from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from muster.client.admin import AdminClient
+from muster.client.requests import proxy_urls
 from serve_common.api.commands import (
     ChangeReply,
     Command,
@@ -46,7 +46,7 @@ from serve_common.api.commands import (
     Shutdown,
 )
 from serve_common.api.queries import GetDeploymentInfo, GetHttpProxies, Plan
-from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, PlanView, ProxyView
+from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, PlanView
 from serve_common.errors import BadField, BusUnavailable, NotFound, ServeError
 from serve_common.names import GoalId
 
@@ -144,9 +144,6 @@ class ChangeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> ExitCode:
         """Exit code of the program for this result."""
         return EXIT_CODES[self.result]
-
-
-_WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not bound
 
 
 async def perform(
@@ -255,19 +252,6 @@ async def _urls(admin: AdminClient, change: ChangeRequest, host: str, http_url: 
     return [f"{base}{change.route}" for base in proxy_urls(proxies, host)]
 
 
-def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
-    """The base URLs of the live proxies; ``host`` replaces wildcard addresses."""
-    urls = []
-    for proxy in proxies:
-        split = urlsplit(proxy.address if "://" in proxy.address else f"http://{proxy.address}")
-        if proxy.status != "live" or not proxy.address or split.port is None:
-            continue
-        name = split.hostname or ""
-        named = host if name in _WILDCARDS else name
-        urls.append(f"{split.scheme}://{f'[{named}]' if ':' in named else named}:{split.port}")
-    return sorted(set(urls))
-
-
 def show_plan(view: PlanView, what: str, already: str) -> None:
     """Print which replicas would start, stop or be reconfigured, and why.
 
@@ -342,11 +326,8 @@ def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
         lines.append("hint: --app-dir sets the directory that replicas import the module from")
     if change.deployment is None:
         return lines
-    serving = (
-        []
-        if (deployment := outcome.deployment) is None
-        else [r for r in deployment.replicas if r.state in _SERVING]
-    )
+    deployment = outcome.deployment
+    serving = [] if deployment is None else [r for r in deployment.replicas if r.state in _SERVING]
     if serving:
         version = f" (version {serving[0].version})" if serving[0].version else ""
         lines.append(f"What served before still serves: {_replicas(len(serving))}{version}.")

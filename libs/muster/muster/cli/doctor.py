@@ -14,12 +14,11 @@ from typing import Final, final
 import msgspec
 import typer
 
-from muster.cli.changes import proxy_urls
 from muster.cli.output import Cell, Progress, print_cells, print_json, print_line, short_name, shorten
 from muster.cli.queries import stack_command
 from muster.cli.session import ExitCode, Session, StackChoice, running_embedded
 from muster.client.admin import Stack
-from muster.client.requests import StackAddress
+from muster.client.requests import StackAddress, proxy_urls
 from serve_common.api.queries import GetLoad
 from serve_common.api.views import DeploymentStatus, HostView, ProxyView, StatusView
 from serve_common.clock import SystemClock

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 
 from serve_common import errors
-from serve_common.api.views import ErrorView
+from serve_common.api.views import ErrorView, ProxyView
 from serve_common.errors import BadField, ServeError, TransientError
 from serve_common.identities.credentials import CredentialsFile
 from serve_common.runtime.settings import BusSettings, Environment, read_direct_mode
@@ -18,6 +18,7 @@ from serve_common.runtime.settings import BusSettings, Environment, read_direct_
 DEFAULT_URL = "nats://127.0.0.1:4222"
 DEFAULT_USER = "admin"
 _SCHEMES = ("nats", "tls")
+_WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not bound
 
 
 class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,3 +263,16 @@ async def listen_to_stack(address: StackAddress, subjects: Sequence[str]) -> Asy
         yield feed
     finally:
         await feed.close()
+
+
+def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
+    """The base URLs of the live proxies; ``host`` replaces wildcard addresses."""
+    urls = []
+    for proxy in proxies:
+        split = urlsplit(proxy.address if "://" in proxy.address else f"http://{proxy.address}")
+        if proxy.status != "live" or not proxy.address or split.port is None:
+            continue
+        name = split.hostname or ""
+        named = host if name in _WILDCARDS else name
+        urls.append(f"{split.scheme}://{f'[{named}]' if ':' in named else named}:{split.port}")
+    return sorted(set(urls))
