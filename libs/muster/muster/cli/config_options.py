@@ -175,10 +175,11 @@ _FIELDS: Final = (
         str,
         (
             "Roll out each new version step by step, as 'muster rollout start' does: its steps, as in '5%, 50% 10m, "
-            "100%', or 'default', or a JSON object of its settings; 'off': replace the old version at once."
+            "100%', or 'default', or its settings as a JSON object or in a file; 'off': replace the old version at "
+            "once."
         ),
         _UPDATES,
-        "STEPS|JSON",
+        "STEPS|JSON|@FILE",
     ),
     (
         "max_surge_percent",
@@ -419,13 +420,15 @@ def _fields(overrides: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         else:
             fields[name] = parsing.read_group(fields[name], get_option_name(name), group)
     if "rollout" in fields:
-        fields["rollout"] = _read_rollout(fields["rollout"])
+        fields["rollout"] = _read_rollout(fields["rollout"], directory)
     plain: dict[str, Any] = msgspec.to_builtins(fields)
     return plain
 
 
-def _read_rollout(text: str) -> dict[str, Any] | None:
-    """Read steps, or settings by name as a JSON object; ``default`` changes no setting."""
+def _read_rollout(text: str, directory: Path) -> dict[str, Any] | None:
+    """Read steps, or settings by name as a JSON object or from a file; ``default`` changes no setting."""
+    if text.startswith("@"):
+        return parsing.read_object(text, directory, get_option_name("rollout"))
     if text.lstrip().startswith("{"):
         return parsing.read_group(text, get_option_name("rollout"), RolloutConfig)
     match text.strip():

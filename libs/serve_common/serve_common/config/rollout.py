@@ -142,6 +142,8 @@ def check_rollout_config(config: RolloutConfig, field: str = "rollout") -> Rollo
             )
     if config.replays_captures and config.max_difference_increase is None:
         raise BadField(f"{field}.replays_captures", "needs max_difference_increase, which says for how long")
+    if config.replays_all_methods and not config.replays_captures:
+        raise BadField(f"{field}.replays_all_methods", "needs replays_captures")
     if len(config.ignored_paths) > IGNORED_PATHS_MAX:
         raise BadField(
             f"{field}.ignored_paths", f"has {len(config.ignored_paths)} paths; at most {IGNORED_PATHS_MAX}"

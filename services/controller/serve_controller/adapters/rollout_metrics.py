@@ -21,7 +21,7 @@ from serve_common.telemetry.catalogue.rollouts import (
 )
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.rollouts.external import external_results
-from serve_controller.core.rollouts.judge import GateStatus, alpha_of_step, results
+from serve_controller.core.rollouts.judge import GateResult, GateStatus, alpha_of_step, results
 from serve_controller.core.rollouts.record import Rollout, RolloutState
 from serve_controller.shell.control_loop import Term
 
@@ -45,8 +45,7 @@ class RolloutCollector(Collector):
             return
         rollouts = list(term.checkpoint.rollouts.values())
         yield from _steps([rollout for rollout in rollouts if rollout.is_active], self._now())
-        judged = [rollout for rollout in rollouts if rollout.judged_step is not None]
-        yield from _gates(judged, term.observed, self._now())
+        yield from _gates(rollouts, term.observed, self._now())
         yield build_family(
             ROLLOUT_DECIDED,
             (
@@ -78,9 +77,7 @@ def _gates(rollouts: Iterable[Rollout], observed: ObservedState, now: float) -> 
         build_family(ROLLOUT_BAD),
     )
     for rollout in rollouts:
-        assert rollout.judged_step is not None
-        alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, rollout.judged_step)
-        for result in results(rollout.gates, rollout.config, alpha):
+        for result in _results(rollout):
             name, seen = [rollout.backend_tag, result.kind.value], result.seen
             for status in GateStatus:
                 gate.add_metric([*name, status.value], status is result.status)
@@ -90,7 +87,14 @@ def _gates(rollouts: Iterable[Rollout], observed: ObservedState, now: float) -> 
             ):
                 compared.add_metric([*name, version], requests)
                 bad.add_metric([*name, version], failed)
-        for external in external_results(rollout, observed, now):
+        for external in external_results(rollout, observed, now) if rollout.samples_gates else ():
             for status in GateStatus:
                 gate.add_metric([rollout.backend_tag, external.name, status.value], status is external.status)
     return gate, compared, bad
+
+
+def _results(rollout: Rollout) -> tuple[GateResult, ...]:
+    if rollout.judged_step is None:
+        return ()
+    alpha = alpha_of_step(rollout.config, len(rollout.steps) - 1, rollout.judged_step)
+    return results(rollout.gates, rollout.config, alpha)

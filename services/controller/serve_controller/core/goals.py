@@ -41,6 +41,7 @@ from serve_controller.core.objects import (
     revision_name,
 )
 from serve_controller.core.observed import ObservedState
+from serve_controller.core.rollouts.record import RolloutOutcome
 from serve_controller.core.snapshots import move_route
 from serve_controller.core.transitions import ROUTED, WANTED
 
@@ -144,6 +145,14 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
             draft.delete((ObjectKind.ENDPOINT, tag))
         else:
             undo_backend(draft, backend, reason[-ERROR_LENGTH_MAX:], is_whole=whole)
+        rollout = draft.rollouts.get(tag)
+        if (
+            rollout is not None
+            and rollout.goal_id == goal.goal_id
+            and rollout.outcome is RolloutOutcome.PROMOTED
+        ):
+            why = f"every step passed, and it was {reason}"
+            draft.put(msgspec.structs.replace(rollout, outcome=RolloutOutcome.SUPERSEDED, reason=why))
     for endpoint_tag in owned_endpoints(goal):
         undo_endpoint(draft, endpoint_tag)
 

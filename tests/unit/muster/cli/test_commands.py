@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -1167,6 +1168,13 @@ def test_a_long_list_is_shown_whole(muster: Muster, controller: Any) -> None:
 
     controller.answers["get_hosts"] = answer
     assert "host-9999" in muster("host", "list").stdout
+
+
+def test_settings_of_rollouts_are_read_from_a_file(muster: Muster, controller: Any, tmp_path: Path) -> None:
+    (tmp_path / "rollout.yaml").write_text("steps: [5%, 100%]\nmax_latency_ratio: 2\n")
+    assert muster("update", "digits", "--rollout", "@rollout.yaml").exit_code == 0
+    (sent,) = controller.asked_of("update_backend_config")
+    assert sent.config == {"rollout": {"steps": ["5%", "100%"], "max_latency_ratio": 2}}
 
 
 @pytest.mark.parametrize(

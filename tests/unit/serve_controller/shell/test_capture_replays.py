@@ -137,5 +137,7 @@ def test_methods_that_change_something_need_a_word_of_their_own() -> None:
     assert get_replays(plain.loop.checkpoint) == []
     with pytest.raises(BadField, match="replays_captures"):
         check_rollout_config(RolloutConfig(steps=STEPS, replays_captures=True))
+    with pytest.raises(BadField, match="replays_all_methods: needs replays_captures"):
+        check_rollout_config(RolloutConfig(steps=STEPS, replays_all_methods=True))
     config = RolloutConfig(steps=STEPS, replays_captures=True, max_difference_increase=0.02)
     assert msgspec.structs.asdict(check_rollout_config(config))["replays_captures"]

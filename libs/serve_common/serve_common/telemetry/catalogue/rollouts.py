@@ -48,7 +48,7 @@ ROLLOUT_GATE: Final = _gauge(
     "1 for what a gate says of the new version: passed, failed, or unknown for lack of requests or of an answer.",
     "1",
     ("gate", "status"),
-    when=_COMPARED,
+    when=f"{_COMPARED}; of external gates also in the last step",
 )
 ROLLOUT_COMPARED: Final = _gauge(
     "serve_rollout_compared_requests",

@@ -68,7 +68,7 @@ class RolloutOutcome(Enum):
     PROMOTED = "promoted"
     ABORTED = "aborted"
     SUPERSEDED = "superseded"
-    """The deployment was deployed, rolled back or deleted meanwhile."""
+    """The deployment was deployed, rolled back or deleted meanwhile, or went back with its application."""
 
 
 STEPPING: Final = frozenset({RolloutState.RUNNING, RolloutState.PAUSED})

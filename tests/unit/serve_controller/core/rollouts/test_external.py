@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -12,6 +14,8 @@ from serve_common.config.rollout import RolloutConfig, check_rollout_config
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, GoalId
 from serve_common.protocol.gates import RESPONSE_BYTES_MAX, GateRequest, GateResponse, decode_gate_response
+from serve_common.telemetry.catalogue.rollouts import ROLLOUT_GATE
+from serve_controller.adapters.rollout_metrics import RolloutCollector
 from serve_controller.core.observed import observe_gates
 from serve_controller.core.rollouts.external import DueGate, get_due_gates, with_response, without_response
 from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
@@ -48,6 +52,17 @@ class GatedWorld(RolloutWorld):
                 else with_response(due, known, response, loop.now)
             )
             loop.observed = observe_gates(loop.observed, {due.key: sample}, {*loop.observed.gates, due.key})
+
+    def exported(self) -> set[tuple[str, str]]:
+        """Gates with their status, as Prometheus gets them."""
+        term = SimpleNamespace(checkpoint=self.loop.checkpoint, observed=self.loop.observed)
+        collector = RolloutCollector(lambda: term, lambda: self.loop.now)  # type: ignore[arg-type,return-value]
+        return {
+            (sample.labels["gate"], sample.labels["status"])
+            for family in collector.collect()
+            for sample in family.samples
+            if sample.name == ROLLOUT_GATE.name and sample.value
+        }
 
     def run(self, seconds: float, *, until: RolloutState | None = None) -> None:
         for _ in range(round(seconds * 4)):
@@ -131,10 +146,15 @@ def test_the_last_step_asks_too() -> None:
     world = GatedWorld()
     world.responses["accuracy"] = GateResponse(value=0.93)
     world.start(gates=(ACCURACY,), steps=("50%", "100%"))
+    assert {gate for gate, _ in world.exported()} == set()
+    world.run_to_step(0)
+    assert {"errors", "latency_p50", "accuracy"} <= {gate for gate, _ in world.exported()}
     world.run_to_step(1)
+    assert world.exported() == {("accuracy", "unknown")}, "nothing is left to compare"
     world.responses["accuracy"] = GateResponse(value=0.5)
     world.run(60, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.ABORTED, world.rollout.progress
+    assert world.exported() == set()
     assert world.rollout.reason.startswith("accuracy: 0.5, which must be at least 0.9")
     assert world.weights() == {TAG: 1.0}
 
