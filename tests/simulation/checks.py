@@ -18,6 +18,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.dirty_set import NOTHING, DirtySet, DirtySets
 from serve_controller.core.objects import CheckpointObject, Replica
 from serve_controller.core.reconcile import ReconcilePlan, reconcile
+from serve_controller.core.rollouts.record import STEPPING, Rollout
 from tests.simulation.check_budgets import (
     ForceKillIsForced,
     ReconfiguresAFew,
@@ -109,7 +110,13 @@ def _is_something_left(dirty_sets: DirtySets) -> bool:
 
 
 def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:
-    """Whether only the words change by which a replica says why it waits: those may be a while behind."""
+    """Whether only the words change by which a replica says why it waits, or a rollout that waits for one: those may be
+    a while behind."""
+    if isinstance(value, Rollout):
+        waiting = checkpoint.rollouts.get(value.backend_tag)
+        if waiting is None or (waiting.is_in_force and waiting.state in STEPPING):
+            return False
+        return msgspec.structs.replace(waiting, reason=value.reason) == value
     if not isinstance(value, Replica):
         return False
     known = checkpoint.get_replicas(value.backend_tag).get(value.replica_tag)
