@@ -157,7 +157,7 @@ def _forge(world: World, dice: random.Random, knows_records: bool) -> None:
             and (knows_records or _is_heard(term, lie))
         ):
             controller.on_report(lie)
-    world.after(1.0, lambda: _check_forged(world))
+    world.after(1.0, lambda: _check_forged(world, lie, life))
 
 
 FORGED: Final = "forged"
@@ -184,14 +184,23 @@ def _holds(term: Term, lie: HostReport | ProxyReport, life: str, now: float) -> 
     return known.report.incarnation == life and now - known.last_seen_at < _HEARD_S
 
 
-def _check_forged(world: World) -> None:
+def _check_forged(world: World, lie: HostReport | ProxyReport, life: str) -> None:
+    """An id is free once its holder has left, which a controller that stood still may hear of before the lie."""
+    if isinstance(lie, HostReport):
+        [host] = [host for host in world.hosts if host.host_id == lie.host_id]
+        has_left = not host.is_up or host.state.is_leaving or str(host.lives) != life
+    else:
+        [proxy] = [proxy for proxy in world.proxies if proxy.proxy_id == lie.proxy_id]
+        has_left = not proxy.is_up or proxy.is_leaving or str(proxy.lives) != life
     for controller in world.controllers:
-        if controller.term is not None:
+        if controller.term is not None and not has_left:
             observed = controller.term.observed
-            heard = [*observed.hosts.values(), *observed.proxies.values()]
-            world.check(
-                all(one.report.incarnation != FORGED for one in heard), "a forged report was believed"
+            known = (
+                observed.hosts.get(lie.host_id)
+                if isinstance(lie, HostReport)
+                else observed.proxies.get(lie.proxy_id)
             )
+            world.check(known is None or known.report.incarnation != FORGED, "a forged report was believed")
 
 
 def _kill_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
