@@ -6,7 +6,7 @@ broken promise ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,7 +18,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.dirty_set import NOTHING, DirtySet, DirtySets
 from serve_controller.core.objects import CheckpointObject, Replica
 from serve_controller.core.reconcile import ReconcilePlan, reconcile
-from serve_controller.core.rollouts.record import STEPPING, Rollout
+from serve_controller.core.rollouts.record import Rollout, baseline_tag, canary_tag
 from tests.simulation.check_budgets import (
     ForceKillIsForced,
     ReconfiguresAFew,
@@ -93,7 +93,11 @@ class AttentionMissesNothing(Check):
         self.asked += 1
         plan = reconcile(term.checkpoint, term.observed, term.epoch, self.world.time, EVERYTHING_BUT_TIDY)
         self.world.check(not plan.faults, lambda: f"a plan of everything fails: {plan.faults}")
-        changed = [value for value in plan.changes.puts if not _only_says_more(term.checkpoint, value)]
+        changed = [
+            value
+            for value in plan.changes.puts
+            if not _only_says_more(term.checkpoint, value, plan.changes.puts)
+        ]
         self.world.check(not changed and not plan.changes.deletes and not plan.actions, lambda: _said(plan))
         return True
 
@@ -109,14 +113,19 @@ def _is_something_left(dirty_sets: DirtySets) -> bool:
     return any(named) or dirty_sets._flags != NOTHING
 
 
-def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:
-    """Whether only the words change by which a replica says why it waits, or a rollout that waits for one: those may be
-    a while behind."""
+def _only_says_more(
+    checkpoint: Checkpoint, value: CheckpointObject, puts: Iterable[CheckpointObject]
+) -> bool:
+    """Whether only the words change by which a replica says why it waits: those may be a while behind. And those of a
+    rollout that waits for such a replica."""
     if isinstance(value, Rollout):
-        waiting = checkpoint.rollouts.get(value.backend_tag)
-        if waiting is None or (waiting.is_in_force and waiting.state in STEPPING):
-            return False
-        return msgspec.structs.replace(waiting, reason=value.reason) == value
+        waiting, tag = checkpoint.rollouts.get(value.backend_tag), value.backend_tag
+        of = {tag, canary_tag(tag), baseline_tag(tag)}
+        return (
+            waiting is not None
+            and msgspec.structs.replace(waiting, reason=value.reason) == value
+            and any(isinstance(one, Replica) and one.backend_tag in of for one in puts)
+        )
     if not isinstance(value, Replica):
         return False
     known = checkpoint.get_replicas(value.backend_tag).get(value.replica_tag)

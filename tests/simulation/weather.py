@@ -103,14 +103,20 @@ def brew_forger(world: World, dice: random.Random, mishaps: Collection[str], unt
     """Let somebody report in the names of hosts and proxies that live, whatever may do harm."""
     # What a store that went back has lost of whom ids belong to, a new leader cannot know.
     knows_records = "store goes back" not in mishaps
+    lies: Lies = {}
     for _ in range(dice.choice([3, 10, 30])):
         seed = dice.random()
         world.after(
-            dice.uniform(0.1, until_s), lambda seed=seed: _forge(world, random.Random(seed), knows_records)
+            dice.uniform(0.1, until_s),
+            lambda seed=seed: _forge(world, random.Random(seed), knows_records, lies),
         )
 
 
-def _forge(world: World, dice: random.Random, knows_records: bool) -> None:
+Lies = dict[str, tuple[float, str]]
+"""By the id that somebody reported under: when last, and which life of its holder that was."""
+
+
+def _forge(world: World, dice: random.Random, knows_records: bool, lies: Lies) -> None:
     lie: HostReport | ProxyReport
     begun_at = world.time + dice.choice([-1_000.0, 0.0, 1_000.0])
     leaving = dice.random() < 0.3
@@ -157,7 +163,8 @@ def _forge(world: World, dice: random.Random, knows_records: bool) -> None:
             and (knows_records or _is_heard(term, lie))
         ):
             controller.on_report(lie)
-    world.after(1.0, lambda: _check_forged(world, lie, life))
+            lies[lie.host_id if isinstance(lie, HostReport) else lie.proxy_id] = world.time, life
+    world.after(1.0, lambda: _check_forged(world, lies))
 
 
 FORGED: Final = "forged"
@@ -184,23 +191,24 @@ def _holds(term: Term, lie: HostReport | ProxyReport, life: str, now: float) -> 
     return known.report.incarnation == life and now - known.last_seen_at < _HEARD_S
 
 
-def _check_forged(world: World, lie: HostReport | ProxyReport, life: str) -> None:
-    """An id is free once its holder has left, which a controller that stood still may hear of before the lie."""
-    if isinstance(lie, HostReport):
-        [host] = [host for host in world.hosts if host.host_id == lie.host_id]
-        has_left = not host.is_up or host.state.is_leaving or str(host.lives) != life
-    else:
-        [proxy] = [proxy for proxy in world.proxies if proxy.proxy_id == lie.proxy_id]
-        has_left = not proxy.is_up or proxy.is_leaving or str(proxy.lives) != life
+def _check_forged(world: World, lies: Lies) -> None:
+    """No lie is believed, but for one: a controller that stood still hears all that waited, the holder's own
+    reports first. If those end with its leaving, the id was free.
+    """
+    lives = {
+        host.host_id: str(host.lives) for host in world.hosts if host.is_up and not host.state.is_leaving
+    }
+    lives |= {one.proxy_id: str(one.lives) for one in world.proxies if one.is_up and not one.is_leaving}
     for controller in world.controllers:
-        if controller.term is not None and not has_left:
-            observed = controller.term.observed
-            known = (
-                observed.hosts.get(lie.host_id)
-                if isinstance(lie, HostReport)
-                else observed.proxies.get(lie.proxy_id)
-            )
-            world.check(known is None or known.report.incarnation != FORGED, "a forged report was believed")
+        if controller.term is None:
+            continue
+        observed = controller.term.observed
+        for name, one in [*observed.hosts.items(), *observed.proxies.items()]:
+            if one.report.incarnation != FORGED:
+                continue
+            lied_at, life = lies[name]
+            may_be = lives.get(name) != life and controller.process.stalled_until > lied_at
+            world.check(may_be, "a forged report was believed")
 
 
 def _kill_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:

@@ -317,7 +317,8 @@ def _progress_hint(change: ChangeRequest) -> str:
 
 
 def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
-    lines, command = [], change.command
+    lines = []
+    command = change.command
     if (
         isinstance(command, Deploy)
         and "ModuleNotFoundError" in outcome.error

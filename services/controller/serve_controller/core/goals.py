@@ -151,7 +151,7 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
             and rollout.goal_id == goal.goal_id
             and rollout.outcome is RolloutOutcome.PROMOTED
         ):
-            why = f"every step passed, and it was {reason}"
+            why = f"every step passed; then: {reason}"[:ERROR_LENGTH_MAX]
             draft.put(msgspec.structs.replace(rollout, outcome=RolloutOutcome.SUPERSEDED, reason=why))
     for endpoint_tag in owned_endpoints(goal):
         undo_endpoint(draft, endpoint_tag)

@@ -144,7 +144,7 @@ def test_one_that_was_promoted_goes_back_when_another_one_is_aborted() -> None:
     assert world.end(goal_id) is GoalStatus.FAILED
     assert world.versions() == ("v1", "v1")
     assert world.rollout(WEB).outcome is RolloutOutcome.SUPERSEDED
-    assert world.rollout(WEB).reason == f"every step passed, and it was undone with {MODEL}, which failed"
+    assert world.rollout(WEB).reason == f"every step passed; then: undone with {MODEL}, which failed"
 
 
 def test_the_rest_that_fails_to_start_ends_the_rollouts() -> None:
