@@ -199,7 +199,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(replica=replicas)
     def die(self, replica):
-        lost = self.router.replica_gone(replica, self.now)
+        lost = self.router.replica_gone(replica, self.now, self.router.requests_at(replica))
         assert set(lost) == self.at(replica)
         self.failed += len(lost)
         for request in lost:

@@ -173,7 +173,11 @@ def admit_call(endpoints: dict[EndpointTag, Endpoint], tag: EndpointTag) -> Endp
 
 CONFIRM_DEATH_S: Final = 3.0
 """Seconds without a subscriber after which a replica counts as dead: one whose connection was cut waits up to 2 s until
-it comes back. A death is mostly known sooner, from the controller; new requests avoid the replica from the first."""
+it connects again. A death is mostly known sooner, from the controller; new requests avoid the replica from the first.
+"""
+CERTAIN_DEATH_S: Final = 10.0
+"""The same for requests that cannot be sent again, which would fail for nothing: on a machine that is full the login
+takes seconds too, each of its steps up to 2."""
 PROBE_SILENT_S: Final = 0.1
 """Seconds between probes of a suspected replica."""
 
@@ -206,14 +210,10 @@ class FailureDetector:
         self._since.pop(replica, None)
         self._probed_at.pop(replica, None)
 
-    def no_responders(self, replica: ReplicaTag, now: float) -> bool:
-        """``replica``'s subject has no subscriber; True when that confirms its death, which ends the suspicion."""
-        since = self._since.setdefault(replica, now)
-        if now - since < CONFIRM_DEATH_S:
-            self._probed_at.setdefault(replica, now)
-            return False
-        self.on_sign_of_life(replica)
-        return True
+    def no_responders(self, replica: ReplicaTag, now: float) -> float:
+        """``replica``'s subject has no subscriber; returns for how many seconds that is known."""
+        self._probed_at.setdefault(replica, now)
+        return now - self._since.setdefault(replica, now)
 
     def due(self, now: float) -> list[ReplicaTag]:
         """The suspected replicas that are to be probed now."""

@@ -9,11 +9,18 @@ from typing import Final, final
 import structlog
 
 from serve_common.direct.link import DirectLink
-from serve_common.dispatch.admission import DEATHS_MAX, FailureDetector, may_send_again
+from serve_common.dispatch.admission import (
+    CERTAIN_DEATH_S,
+    CONFIRM_DEATH_S,
+    DEATHS_MAX,
+    FailureDetector,
+    may_send_again,
+)
 from serve_common.dispatch.calls import Call, CallRegistry
 from serve_common.dispatch.errors import LostTwice
 from serve_common.dispatch.upstream import Outgoing
 from serve_common.errors import BusUnavailable, ReplicaDied
+from serve_common.names import ReplicaTag
 from serve_common.routing.queues import Refusal, RequestKey
 from serve_common.routing.router import Router
 
@@ -36,7 +43,7 @@ class LostRequests:
         if attempt is None or router is None:
             return
         now = self._loop.time()
-        is_dead = self.failure_detector.no_responders(attempt.replica, now)
+        silent_s = self.failure_detector.no_responders(attempt.replica, now)
         attempt.undelivered += 1
         if attempt.outgoing is not None:
             attempt.outgoing.pause()
@@ -44,13 +51,22 @@ class LostRequests:
             router.quarantine(attempt.replica, now)
         else:
             self._registry.refused(call, Refusal.NO_RESPONDERS)
-        if is_dead:
-            lost = router.replica_gone(attempt.replica, now)
-            if lost:
-                _log.warning("replica_died", replica_tag=attempt.replica, lost_requests=len(lost))
-            was_draining = router.is_draining(attempt.replica)
-            died = () if was_draining else lost
-            self.lose(lost, router, "died", died=died, are_others_left=router.has_healthy())
+        if silent_s >= CONFIRM_DEATH_S:
+            self._take_death(attempt.replica, router, now, is_certain=silent_s >= CERTAIN_DEATH_S)
+
+    def _take_death(self, replica: ReplicaTag, router: Router, now: float, *, is_certain: bool) -> None:
+        """``replica`` counts as dead. Only when that is certain, requests are lost that cannot be sent again."""
+        requests = router.requests_at(replica)
+        if is_certain or router.pool.has_left(replica):
+            self.failure_detector.on_sign_of_life(replica)
+        else:
+            active = self._registry.calls
+            requests = frozenset(key for key in requests if _may_send_again(active[key]))
+        lost = router.replica_gone(replica, now, requests)
+        if lost:
+            _log.warning("replica_died", replica_tag=replica, lost_requests=len(lost))
+        died = () if router.is_draining(replica) else lost
+        self.lose(lost, router, "died", died=died, are_others_left=router.has_healthy())
 
     def request_unknown(self, call: Call) -> None:
         """The call's replica does not know it (any more)."""
@@ -104,11 +120,7 @@ class LostRequests:
         self._outgoing.drop(call)
         call.lost_attempts += 1
         message = f"replica {replica} {why}; the request may have run"
-        if not may_send_again(
-            is_repeatable=call.spec.is_repeatable and call.is_whole,
-            has_response_started=call.response_reader is not None,
-            lost_attempts=call.lost_attempts,
-        ):
+        if not _may_send_again(call):
             self._registry.end_with(call, ReplicaDied(message))
         elif len(call.lost_with) >= DEATHS_MAX:
             if router is not None:
@@ -129,6 +141,14 @@ class LostRequests:
             )
         else:
             self._registry.submit(call)
+
+
+def _may_send_again(call: Call) -> bool:
+    return may_send_again(
+        is_repeatable=call.spec.is_repeatable and call.is_whole,
+        has_response_started=call.response_reader is not None,
+        lost_attempts=call.lost_attempts,
+    )
 
 
 PENDING_RECONNECT_MAX: Final = 10_000

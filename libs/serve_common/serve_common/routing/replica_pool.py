@@ -153,6 +153,10 @@ class ReplicaPool:
         self.refresh(self.replicas.values())
         return gone, leaving
 
+    def has_left(self, replica: ReplicaTag) -> bool:
+        """Whether ``replica`` is not in the snapshot."""
+        return replica in self._leaving or replica not in self.replicas
+
     @property
     def has_leaving(self) -> bool:
         """True when `take_left` may have something to do at a later time."""

@@ -7,7 +7,7 @@ a replica could take one. Each method returns what is to be sent now.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, final
 
 import msgspec
@@ -314,19 +314,19 @@ class Router:
             slots.quarantine(now)
             self.pool.block(slots)
 
-    def replica_gone(self, replica: ReplicaTag, now: float) -> Sequence[RequestKey]:
-        """Mark ``replica`` as dead, and return the requests in flight there, which the router has forgotten.
+    def replica_gone(self, replica: ReplicaTag, now: float, keys: frozenset[RequestKey]) -> list[RequestKey]:
+        """Mark ``replica`` as dead; forget and return those of ``keys`` that are in flight there.
 
         It is blocked rather than removed: only a snapshot is certain that it will not come back.
         """
         slots = self.pool.replicas.get(replica)
         if slots is None:
-            return ()
+            return []
         slots.is_dead = True
         self.quarantine(replica, now)
-        if slots.requests:
-            self.pool.count_failures(slots, now, len(slots.requests))
-        return self._lose(slots, now)
+        if lost := self._lose(slots, now, keys & slots.requests):
+            self.pool.count_failures(slots, now, len(lost))
+        return lost
 
     def hold(self, replica: ReplicaTag, models: frozenset[str]) -> bool:
         """Set the multiplexed models that ``replica`` has loaded; False when there is no such replica."""
@@ -346,7 +346,7 @@ class Router:
         lost: list[RequestKey] = []
         died: list[RequestKey] = []
         for slots in gone:
-            requests = self._lose(slots, now)
+            requests = self._lose(slots, now, slots.requests)
             lost += requests
             if not slots.has_drained:
                 died += requests
@@ -359,7 +359,7 @@ class Router:
 
     def take_left(self, now: float) -> Sequence[RequestKey]:
         """Forget and return the requests on drained replicas that have left, once they have waited long enough."""
-        return [request for slots in self.pool.take_left(now) for request in self._lose(slots, now)]
+        return [key for slots in self.pool.take_left(now) for key in self._lose(slots, now, slots.requests)]
 
     def drop(self) -> Dropped:
         """The backend is gone: forget all replicas and requests."""
@@ -452,11 +452,11 @@ class Router:
         self.pool.refresh((slots,))
         return self._dispatch_waiting()
 
-    def _lose(self, slots: ReplicaSlots, now: float) -> list[RequestKey]:
-        lost = sorted(slots.requests)
+    def _lose(self, slots: ReplicaSlots, now: float, requests: Iterable[RequestKey]) -> list[RequestKey]:
+        lost = sorted(requests)
         if not lost:
             return lost
-        slots.requests.clear()
+        slots.requests.difference_update(lost)
         for request in lost:
             del self._places[request]
         self._unanswered += len(lost)

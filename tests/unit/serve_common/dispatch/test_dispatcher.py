@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.dispatch.admission import CONFIRM_DEATH_S
+from serve_common.dispatch.admission import CERTAIN_DEATH_S, CONFIRM_DEATH_S
 from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable
 from serve_common.dispatch.request_body import RequestBody, UploadMemory
@@ -200,6 +200,9 @@ async def test_a_dead_replicas_requests_fail_over_all_at_once(world: World, monk
     world.no_responders(replies[1])
     sent = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
     assert sorted(subject.rpartition(".")[2] for subject, *_ in sent) == ["1", "2"]
+    assert not fragile.done()
+    clock[0] += CERTAIN_DEATH_S - CONFIRM_DEATH_S
+    world.no_responders(replies[2])
     assert isinstance(await failure(fragile), ReplicaDied)
     for _, reply, _, _ in sent:
         world.ok(reply)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from serve_common.config.backend import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
-from serve_common.dispatch.admission import CONFIRM_DEATH_S
+from serve_common.dispatch.admission import CERTAIN_DEATH_S, CONFIRM_DEATH_S, PROBE_SILENT_S
 from serve_common.dispatch.errors import (
     BackendStopped,
     BackPressureError,
@@ -93,6 +93,47 @@ async def test_a_query_of_death_takes_two_replicas_and_is_told_so(world: World, 
     assert all(replica in str(error) for replica in killed)
     world.put(*alive[:4])
     await world.served_by()
+
+
+def stay_silent(world: World, seconds: float) -> None:
+    """Let no probe find a subscriber for so long."""
+    end = world.now + seconds
+    while world.now < end:
+        world.now += PROBE_SILENT_S + 0.01
+        world.beat.tick(world.now)
+        for _, reply, head, _ in list(world.bus.sent):
+            if type(head) is ProbeHead:
+                world.no_responders(reply)
+        world.bus.sent[:] = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
+
+
+async def test_a_replica_that_is_slow_to_connect_again_loses_nothing_that_can_be_sent_once_only(
+    world: World,
+) -> None:
+    """Its login may take some seconds on a machine that is full; that a request fails is for good."""
+    world.put(R0)
+    fragile, repeatable = await world.ask(repeatable=False), await world.ask()
+    (_, reply), _ = sent(world)
+    world.put(R0, R1, R[2])
+    world.now += 1.1
+    stay_silent(world, CONFIRM_DEATH_S + 1.0)
+    assert not fragile.done()
+    ((other, second),) = sent(world)
+    assert other != R0, "what can be sent again is"
+    world.ok(second)
+    await repeatable
+    stay_silent(world, CERTAIN_DEATH_S - CONFIRM_DEATH_S - 2.0)
+    world.ok(reply)  # it is back
+    await fragile
+
+
+async def test_what_cannot_be_sent_again_is_given_up_once_the_death_is_certain(world: World) -> None:
+    world.put(R0)
+    fragile = await world.ask(repeatable=False)
+    world.now += 1.1
+    stay_silent(world, CERTAIN_DEATH_S + 1.0)
+    assert isinstance(await failure(fragile), ReplicaDied)
+    world.bus.sent.clear()
 
 
 async def test_drains_do_not_count_as_deaths(world: World) -> None:

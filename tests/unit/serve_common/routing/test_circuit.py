@@ -176,7 +176,7 @@ def test_a_death_counts_with_all_that_it_took() -> None:
     world = EjectingWorld()
     for _ in range(12):
         world.submit()
-    assert len(world.router.replica_gone(R[0], 0.0)) == 3
+    assert len(world.router.replica_gone(R[0], 0.0, world.router.requests_at(R[0]))) == 3
     world.router.reopen(5.0)
     assert world.open_now() == set(R[1:])
 
@@ -364,7 +364,7 @@ def test_a_trial_never_stays_the_trial_when_it_is_gone(end: str) -> None:
         case "cancel":
             router.cancelled(request)
         case "die":
-            assert router.replica_gone(R[0], 7.0) == [request]
+            assert router.replica_gone(R[0], 7.0, router.requests_at(R[0])) == [request]
         case "snapshot":
             world.apply(replicas=R[1:2], circuit_breaker=BREAKER)
     assert router.circuit.is_open

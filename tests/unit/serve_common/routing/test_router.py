@@ -145,8 +145,8 @@ def test_a_dead_replica_loses_what_it_had_once(router: Router) -> None:
     router.apply(backend(R0, R1, limit=2), 0.0)
     placed = {i: router.submit(key(i), 9).replica for i in range(1, 5)}
     at_r0 = [key(i) for i, replica in placed.items() if replica == R0]
-    assert list(router.replica_gone(R0, 0.0)) == at_r0
-    assert router.replica_gone(R0, 0.0) == []
+    assert list(router.replica_gone(R0, 0.0, router.requests_at(R0))) == at_r0
+    assert router.replica_gone(R0, 0.0, router.requests_at(R0)) == []
     assert router.finished(at_r0[0]) == ()
     assert router.in_flight == 2
     assert router.submit(at_r0[0], 9) == Queued()  # R1 is full and R0 is aside
