@@ -180,7 +180,11 @@ async def _deploy(stack: LoadedStack, version: str) -> None:
                     init_args=[version],
                     ray_actor_options=RayActorOptions(num_cpus=0.5),
                 ),
-                backend_config=BackendConfig(num_replicas=REPLICAS),
+                # On a machine that is full 8 MiB take longer than a replica waits by default before it is killed,
+                # which is another fault than a cut.
+                backend_config=BackendConfig(
+                    num_replicas=REPLICAS, graceful_shutdown_timeout_s=_ANSWER_TIMEOUT_S
+                ),
                 route_prefix=f"/{NAME}",
                 version=version,
             )
