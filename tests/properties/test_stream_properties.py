@@ -38,7 +38,9 @@ WINDOWS = st.integers(1, 20)
 class Pair:
     """A sender and a receiver, and the wires between them."""
 
-    def __init__(self, source: FrameSource, window: int, first: int, chance: random.Random) -> None:
+    def __init__(
+        self, source: FrameSource[bytes | memoryview], window: int, first: int, chance: random.Random
+    ) -> None:
         self.chance = chance
         self.out = OutgoingStream(source, window, first=first)
         self.into = IncomingStream(window, first=first)
@@ -214,7 +216,7 @@ def test_messages_arrive_once_and_whole_and_the_close_comes_last(seed: int, wind
 def test_beyond_its_budget_a_stream_sends_on_and_says_that_it_cannot_send_again() -> None:
     held = RetainedBytes(bytes_max=3 * FRAME_BODY_BYTES_MAX)
     pieces = BodyPieces(held)
-    stream = OutgoingStream(pieces, 20)
+    stream = OutgoingStream(pieces, 24)
     stream.opening()
     for _ in range(10):
         pieces.add(bytes(FRAME_BODY_BYTES_MAX), last=False)
@@ -236,4 +238,9 @@ def test_a_peer_that_gives_no_number_is_counted_as_before() -> None:
         stream.allow(frames)
         while (frame := stream.next_frame()) is not None:
             sent.append(frame[0])
-    assert [head.sequence for head in sent if isinstance(head, BodyHead)] == [1, 2, 3, 4, 5, 6]
+    assert [head.sequence for head in sent if isinstance(head, BodyHead)] == [
+        1,
+        2,
+        3,
+        4,
+    ]  # half of what is allowed, as they are large

@@ -86,6 +86,7 @@ class Link:
 
     last_received_at = float("inf")
     has_parted = False
+    splices = False
 
     def send(
         self, token: bytes, head: Any, body: bytes | memoryview = b"", *, is_alone: bool = False

@@ -21,7 +21,7 @@ from serve_common.direct.listening import LinkListener
 from serve_common.direct.tcp import TcpEndpoint
 from serve_common.errors import BusUnavailable
 from serve_common.names import ReplicaTag
-from serve_common.protocol.frames import DialHead, LinkHead, decode_frame, encode_frame
+from serve_common.protocol.frames import DialHead, LinkHead, SplitFrame, decode_frame, encode_frame
 from serve_common.runtime.settings import DirectMode
 from serve_common.runtime.tasks import TaskOwner
 from tests.support.waiting import eventually
@@ -30,6 +30,11 @@ REPLICA = ReplicaTag("d/a#1")
 SUBJECT = b"serve.replica.d.a.1"
 INBOX = b"_INBOX_proxy.p1.x."
 MACHINE = "this-machine"
+
+
+def whole_frame(frame: bytes | memoryview | SplitFrame) -> bytes:
+    """The bytes of a frame as they were sent."""
+    return b"".join(frame) if isinstance(frame, SplitFrame) else bytes(frame)
 
 
 class Inbox:
@@ -47,8 +52,8 @@ class Inbox:
     def forget(self, token: bytes) -> None:
         del self.receivers[token]
 
-    def deliver(self, token: bytes, payload: bytes) -> None:
-        self.delivered.append((token, bytes(payload)))
+    def deliver(self, token: bytes, payload: bytes | memoryview | SplitFrame) -> None:
+        self.delivered.append((token, whole_frame(payload)))
 
 
 class World:
@@ -72,7 +77,7 @@ class World:
             directory,
             (0, os.getuid()) if uids is None else uids,
             tcp=None if directory else TcpEndpoint(host, (0, 0), lambda: host),
-            on_frame=lambda link, token, frame: self.taken.append((link, token, bytes(frame))),
+            on_frame=lambda link, token, frame: self.taken.append((link, token, whole_frame(frame))),
             on_end=self.ended.append,
             on_batch_end=lambda: None,
             machine=MACHINE,

@@ -293,6 +293,7 @@ class Proxy:
         self._dispatcher.close()
         await self.http.close(_CLOSE_TIMEOUT_S)
         await self._requests.close(_CLOSE_TIMEOUT_S)
+        self._ingress.memory.pipes.close()
         await asyncio.to_thread(self._access.close, _CLOSE_TIMEOUT_S)
         await self._gateway.close(_CLOSE_TIMEOUT_S)
         self._reports.leave()

@@ -128,11 +128,11 @@ class ItemStream:
 
     # -- the router's thread --
 
-    def put(self, piece: memoryview) -> None:
+    def put(self, piece: bytes | memoryview) -> None:
         """Append a received piece."""
         if piece:
             self._put_bytes += len(piece)
-            self._pieces.append(piece)
+            self._pieces.append(memoryview(piece))
             self.wakers.wake()
 
     def end(self, failure: Exception | None) -> None:

@@ -372,7 +372,7 @@ class HandleRouter:
 
     async def _read_stream(self, call: HandleCall, routed: Call, body: ResponseBody) -> None:
         """Read a streamed response."""
-        pieces: list[memoryview] = []
+        pieces: list[bytes | memoryview] = []
         size = 0
         try:
             while (piece := await body.read()) is not None:

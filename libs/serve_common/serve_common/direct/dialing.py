@@ -14,11 +14,19 @@ from typing import Final, Protocol, cast, final
 import structlog
 
 from serve_common.direct import tcp
-from serve_common.direct.link import CONTROL_TOKEN, LEAVE, DirectLink, machine_id
+from serve_common.direct.link import LEAVE, DirectLink, machine_id
 from serve_common.direct.listening import IDLE_S, LINKS_MAX, TICKET_BYTES
+from serve_common.direct.writing import CONTROL_TOKEN
 from serve_common.errors import ServeError
 from serve_common.names import ReplicaTag
-from serve_common.protocol.frames import DialHead, FrameUnreadable, LinkHead, decode_frame, encode_frame
+from serve_common.protocol.frames import (
+    DialHead,
+    FrameUnreadable,
+    LinkHead,
+    SplitFrame,
+    decode_frame,
+    encode_frame,
+)
 from serve_common.runtime.settings import DirectMode
 
 _log = structlog.get_logger(__name__)
@@ -210,7 +218,7 @@ class DirectLinks:
         """Open a link that the replica has accepted. Raises OSError."""
         has_changed = asyncio.Event()
 
-        def take_frame(link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
+        def take_frame(link: DirectLink, token: bytes, frame: bytes | memoryview | SplitFrame) -> None:
             if token != CONTROL_TOKEN:
                 self._inbox.deliver(token.hex().encode(), cast("bytes", frame))
             elif not frame:

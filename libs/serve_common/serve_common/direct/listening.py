@@ -22,8 +22,9 @@ from typing import Final, cast, final
 
 import structlog
 
-from serve_common.direct.link import CONTROL_TOKEN, DirectLink, OnFrame, machine_id
+from serve_common.direct.link import DirectLink, OnFrame, machine_id
 from serve_common.direct.tcp import TcpEndpoint, configure, create_server_identity, is_loopback, listen
+from serve_common.direct.writing import CONTROL_TOKEN
 from serve_common.protocol.frames import LinkHead
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_common.telemetry.log_lines import RateLimitedLogger

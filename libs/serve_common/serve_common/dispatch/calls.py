@@ -10,6 +10,7 @@ from typing import Final, Protocol, final
 import msgspec
 
 from serve_common.direct.link import DirectLink
+from serve_common.direct.pipes import PipedBytes
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.sockets import ReplicaSocket
@@ -48,17 +49,17 @@ class ResponseBody:
         "incoming",
     )
 
-    def __init__(self, first: memoryview, grant_credit: Callable[[CreditHead], None]) -> None:
+    def __init__(self, first: bytes | memoryview, grant_credit: Callable[[CreditHead], None]) -> None:
         """``grant_credit`` sends a credit to the replica, while more is to come."""
         self.incoming: Final = IncomingStream(WINDOW_FRAMES)
-        self._pieces: deque[memoryview] = deque((first,))
+        self._pieces: deque[bytes | memoryview] = deque((first,))
         self._grant_credit: Callable[[CreditHead], None] | None = grant_credit
         self._is_taken = False
         self._is_whole = False
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    async def read(self) -> memoryview | None:
+    async def read(self) -> bytes | memoryview | None:
         """The next piece, possibly empty; None at the end. The previous piece then counts as finished.
 
         Raises the exception passed to `fail`, after the pieces that came before it.
@@ -79,7 +80,7 @@ class ResponseBody:
         self._is_taken = True
         return self._pieces.popleft()
 
-    def add(self, piece: memoryview, *, last: bool) -> None:
+    def add(self, piece: bytes | memoryview, *, last: bool) -> None:
         """Append the next piece; nothing may be added after ``last``."""
         self._pieces.append(piece)
         if last:
@@ -106,7 +107,7 @@ class Response(msgspec.Struct, frozen=True):
 
     status: int
     headers: Headers
-    body: memoryview
+    body: bytes | memoryview
     stream: ResponseBody | None
     socket: ReplicaSocket | None = None
 
@@ -184,7 +185,7 @@ class Attempt:
         self.token = token
         self.reply = reply
         self.upload = spec.upload
-        self.outgoing: OutgoingStream | None = None
+        self.outgoing: OutgoingStream[bytes | memoryview | PipedBytes] | None = None
         """The body; None when it is sent with the head."""
         if spec.upload is not None:
             self.outgoing = OutgoingStream(spec.upload, WINDOW_FRAMES)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, cast, final
 
+from serve_common.direct.pipes import BodyPipe, PipedBytes, PipePool
 from serve_common.errors import ServeError
 from serve_common.protocol.frames import (
     CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
+    LARGE_WINDOW_FRAMES,
     UNKNOWN_BYTES,
-    WINDOW_FRAMES,
     BodyHead,
 )
 
-RETAINED_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
+RETAINED_BYTES_MAX: Final = LARGE_WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
 """Bytes retained from the start of one body, so that it can be sent again; a replica must give credit for more."""
 BUFFERED_BYTES_MAX: Final = 2 * RETAINED_BYTES_MAX
 """Limit of one body's bytes in memory, however much credit its replica gives."""
@@ -31,6 +32,8 @@ UPLOADS_BYTES_MAX: Final = BODIES_BYTES_MAX // 2
 """Limit of what uploads hold together at full speed. Beyond it they get slower, and do not fail."""
 UPLOAD_BYTES: Final = 1024 * 1024
 """What one upload needs at least to make progress: read-ahead, and the frames until its replica's credit."""
+CROWDED_PIECE_BYTES_MAX: Final = UPLOAD_BYTES // (CREDIT_FRAMES + 2)
+"""Largest piece of a body while much memory is held."""
 FAIR_BYTES: Final = 64 * 1024
 """What each body may always hold: one that has a replica must make progress."""
 
@@ -45,6 +48,7 @@ class UploadMemory:
         "_waiting",
         "admitted_bytes",
         "buffered_bytes",
+        "pipes",
         "refused",
     )
 
@@ -52,6 +56,7 @@ class UploadMemory:
         self, bytes_max: int = UPLOADS_BYTES_MAX, admitted_bytes_max: int = BODIES_BYTES_MAX
     ) -> None:
         """``bytes_max`` limits what uploads hold, ``admitted_bytes_max`` what admitted bodies may need."""
+        self.pipes: Final = PipePool()
         self.buffered_bytes = 0
         self.admitted_bytes = 0
         """What the admitted bodies may need, in bytes."""
@@ -119,6 +124,7 @@ class RequestBody:
         "_last_at",
         "_memory",
         "_pieces",
+        "_pipe",
         "_producer",
         "_received_bytes",
         "_taken",
@@ -127,6 +133,7 @@ class RequestBody:
         "body_bytes",
         "on_failed",
         "on_more",
+        "takes_pipe",
     )
 
     def __init__(self, first: bytes, memory: UploadMemory, body_bytes: int = UNKNOWN_BYTES) -> None:
@@ -136,14 +143,19 @@ class RequestBody:
         """Called when there is more to send; set by the sender."""
         self.on_failed: Callable[[ServeError], None] | None = None
         """Called when the body fails before it is complete."""
+        self.takes_pipe = False
+        """True while what comes through a pipe would be sent without a copy; set by the sender."""
         self._memory = memory
-        self._pieces: deque[bytes | memoryview] = deque()
+        self._pipe: BodyPipe | None = None
+        """Holds what came after `_unsplit`, and pieces."""
+        self._pieces: deque[bytes | memoryview | PipedBytes] = deque()
         """Pieces as they were sent, so that a retry has the same ones; the first is number ``_first``."""
         self._first = 0
         self._taken = 0
         """How many pieces the current replica has given credit for."""
         self._unsplit: deque[memoryview] = deque()
         self._unsplit_bytes = 0
+        """Bytes that are no piece yet, in memory and in the pipe."""
         self._buffered_bytes = 0
         self._received_bytes = 0
         self._is_ended = False
@@ -173,10 +185,38 @@ class RequestBody:
         """Append data, which must not change; a body of announced size is complete with its last announced byte."""
         if self._is_closed or self._is_ended or not data:
             return
-        size = len(data)
+        self._unsplit.append(memoryview(data))
+        self._count(len(data))
+
+    def open_pipe(self) -> bool:
+        """Let the rest come through a pipe; False when there is none."""
+        if self._pipe is None and not self._is_closed:
+            self._pipe = self._memory.pipes.take()
+            if self._pipe is not None:
+                self._pipe.on_free = self._go_on
+        return self._pipe is not None
+
+    def fill_pipe(self, descriptor: int, most_bytes: int) -> int:
+        """As `add`, for what the socket ``descriptor`` has; returns its size, 0 at the socket's end.
+
+        Nothing may be added in memory before `leave_pipe`. Raises as `BodyPipe.fill`.
+        """
+        assert self._pipe is not None, "it is open"
+        size = self._pipe.fill(descriptor, most_bytes)
+        if size:
+            self._count(size)
+        return size
+
+    def leave_pipe(self) -> None:
+        """Take what waits in the pipe into memory, and let nothing more come through it."""
+        self.takes_pipe = False
+        if self._pipe is not None and self._pipe.uncut_bytes:
+            self._unsplit.append(memoryview(self._pipe.take_uncut()))
+            self._go_on()
+
+    def _count(self, size: int) -> None:
         self._received_bytes += size
         self._buffered_bytes += size
-        self._unsplit.append(memoryview(data))
         self._unsplit_bytes += size
         self._memory.change(size)
         if self._received_bytes == self.body_bytes:
@@ -217,12 +257,17 @@ class RequestBody:
         """True when more may be added now, or the body is closed."""
         if self._is_closed:
             return True
-        if self._unsplit_bytes >= FRAME_BODY_BYTES_MAX or self._buffered_bytes >= BUFFERED_BYTES_MAX:
+        if self._unsplit_bytes >= self.piece_bytes_max or self._buffered_bytes >= BUFFERED_BYTES_MAX:
             return False
         if self._buffered_bytes < FAIR_BYTES or not self._memory.is_full:
             return True
         # Everything was sent, but too few frames for the replica to give credit: waiting for it would deadlock.
-        return not self._unsplit and 0 < len(self._pieces) < CREDIT_FRAMES
+        return not self._unsplit_bytes and 0 < len(self._pieces) < CREDIT_FRAMES
+
+    @property
+    def piece_bytes_max(self) -> int:
+        """Largest piece that is cut now: a replica gives credit for some together, which all bodies need memory for."""
+        return CROWDED_PIECE_BYTES_MAX if self._memory.is_crowded else FRAME_BODY_BYTES_MAX
 
     def wake(self) -> None:
         """Resume the producer if there is capacity."""
@@ -246,19 +291,35 @@ class RequestBody:
         """Number of the first piece that is held."""
         return self._first
 
-    def frame(self, at: int, *, may_cut: bool) -> tuple[BodyHead, bytes | memoryview] | None:
+    def frame(self, at: int, *, may_cut: bool) -> tuple[BodyHead, bytes | memoryview | PipedBytes] | None:
         """As of `serve_common.protocol.streams.FrameSource`."""
         piece = self.piece(at) if may_cut else None
         return None if piece is None else (BodyHead(at, self.is_last(at)), piece)
 
-    def piece(self, at: int) -> bytes | memoryview | None:
-        """Piece number ``at``, which is held or the next one; None when it has not arrived yet."""
+    def piece(self, at: int) -> bytes | memoryview | PipedBytes | None:
+        """Piece number ``at``, which is held or the next one; None when it has not arrived yet.
+
+        One that is in a pipe is so once only: when it is sent again, it comes as bytes.
+        """
         if at - self._first < len(self._pieces):
-            return self._pieces[at - self._first]
-        if self._last_at is not None or not (self._unsplit or self._is_ended):
+            return self._piece_again(at - self._first)
+        if self._last_at is not None or not (self._unsplit_bytes or self._is_ended):
             return None
+        piece = self._cut_piece()
+        if piece is None:
+            return None  # it is in the pipe, behind one that was not sent yet
+        self._unsplit_bytes -= len(piece)
+        self._pieces.append(piece)
+        if self._is_ended and not self._unsplit_bytes:
+            self._last_at = at
+        self.wake()
+        return piece
+
+    def _cut_piece(self) -> bytes | memoryview | PipedBytes | None:
+        if self._pipe is not None and not self._unsplit and self._unsplit_bytes:
+            return self._pipe.cut(self.piece_bytes_max)
         taken: list[memoryview] = []
-        space = FRAME_BODY_BYTES_MAX
+        space = self.piece_bytes_max
         while self._unsplit and space > 0:
             view = self._unsplit.popleft()
             if len(view) > space:
@@ -267,13 +328,18 @@ class RequestBody:
             taken.append(view)
             space -= len(view)
         # A piece of a single read is sent without a copy; the rest of that read lives as long, and is counted once.
-        piece = taken[0] if len(taken) == 1 else b"".join(taken)
-        self._unsplit_bytes -= len(piece)
-        self._pieces.append(piece)
-        if self._is_ended and not self._unsplit:
-            self._last_at = at
-        self.wake()
-        return piece
+        return taken[0] if len(taken) == 1 else b"".join(taken)
+
+    def _piece_again(self, number: int) -> bytes | memoryview:
+        piece = self._pieces[number]
+        if type(piece) is not PipedBytes:
+            return piece
+        self.takes_pipe = False
+        assert self._pipe is not None, "the piece came from it"
+        for at, each in enumerate(self._pieces):
+            if type(each) is PipedBytes:
+                self._pieces[at] = self._pipe.read_retained(len(each))
+        return cast("bytes", self._pieces[number])
 
     def is_last(self, at: int) -> bool:
         """True when piece number ``at`` ends the body."""
@@ -291,10 +357,15 @@ class RequestBody:
         self._taken = 0
 
     def _release_taken(self) -> None:
-        freed = 0
+        freed = in_pipe = 0
         while self._first < self._taken and self._pieces:
-            freed += len(self._pieces.popleft())
+            piece = self._pieces.popleft()
+            freed += len(piece)
+            if type(piece) is PipedBytes:
+                in_pipe += len(piece)
             self._first += 1
+        if in_pipe and self._pipe is not None:
+            self._pipe.release(in_pipe)
         self._free(freed)
 
     def close(self) -> None:
@@ -303,7 +374,16 @@ class RequestBody:
         self.on_more = self.on_failed = None
         self._pieces.clear()
         self._unsplit.clear()
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            self._memory.pipes.give_back(pipe)
         self._free(self._buffered_bytes)
+
+    def _go_on(self) -> None:
+        """The next piece can be cut from the pipe."""
+        if self.on_more is not None:
+            self.on_more()
+        self.wake()
 
     def _free(self, freed_bytes: int) -> None:
         self._buffered_bytes -= freed_bytes

@@ -71,7 +71,7 @@ class ReplicaSocket:
         self._send_frame = send_frame
         self._grant_credit = grant_credit
         self._on_end = on_end
-        self._frames: deque[tuple[MessageHead, memoryview]] = deque()
+        self._frames: deque[tuple[MessageHead, bytes | memoryview]] = deque()
         self._closed: SocketClosed | None = None
         self._failure: Exception | None = None
         self._receiver: asyncio.Future[None] | None = None
@@ -84,7 +84,7 @@ class ReplicaSocket:
 
         Raises the `ServeError` that ended it otherwise, after the messages that came before.
         """
-        pieces: list[memoryview] = []
+        pieces: list[bytes | memoryview] = []
         size = 0
         while True:
             while not self._frames:
@@ -153,7 +153,7 @@ class ReplicaSocket:
 
     # -- for the bus' side --
 
-    def add(self, head: MessageHead, piece: memoryview) -> None:
+    def add(self, head: MessageHead, piece: bytes | memoryview) -> None:
         """Append the next frame."""
         self._frames.append((head, piece))
         self._wake()

@@ -16,6 +16,7 @@ import structlog
 
 from serve_common.direct.dialing import DirectLinks
 from serve_common.direct.link import LARGE_BYTES_MIN, DirectLink, link_token
+from serve_common.direct.pipes import PipedBytes
 from serve_common.dispatch.admission import FailureDetector
 from serve_common.dispatch.calls import (
     Attempt,
@@ -145,6 +146,8 @@ class Outgoing:
         )
         is_large = outgoing is not None or len(first) >= LARGE_BYTES_MIN or spec.kind is RequestKind.WEBSOCKET
         attempt.link = self.links.for_request(replica, attempt.subject, is_large=is_large)
+        if upload is not None:
+            upload.takes_pipe = attempt.link is not None and attempt.link.splices
         self._publish(attempt, attempt.link, head, first, is_alone=is_alone)
         if outgoing is not None:
             self.send_pieces(attempt)
@@ -154,7 +157,7 @@ class Outgoing:
         attempt: Attempt,
         link: DirectLink | None,
         head: Head,
-        body: bytes | memoryview = b"",
+        body: bytes | memoryview | PipedBytes = b"",
         *,
         is_alone: bool = False,
     ) -> None:
@@ -162,6 +165,10 @@ class Outgoing:
         if link is not None and link.send(link_token(attempt.reply), head, body, is_alone=is_alone):
             attempt.may_have_arrived = True
         else:
+            if type(body) is PipedBytes:
+                body = body.read()
+                if attempt.upload is not None:
+                    attempt.upload.takes_pipe = False
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
     def _link_lost(self, link: DirectLink) -> None:
@@ -303,7 +310,7 @@ class ResponseReader:
         self._take_other(call, attempt, head, body, is_direct=is_direct)
 
     def _take_other(
-        self, call: Call, attempt: Attempt, head: Head, body: memoryview, *, is_direct: bool
+        self, call: Call, attempt: Attempt, head: Head, body: bytes | memoryview, *, is_direct: bool
     ) -> None:
         """Process what is no whole response."""
         match head:
@@ -342,7 +349,7 @@ class ResponseReader:
             self._outgoing.links.dial(attempt.replica, attempt.subject)
 
     def _open_stream(
-        self, call: Call, status: int, headers: Headers, body: memoryview, *, is_direct: bool
+        self, call: Call, status: int, headers: Headers, body: bytes | memoryview, *, is_direct: bool
     ) -> None:
         if call.response_reader is not None:
             return  # sent again, because it was thought to be lost
@@ -372,7 +379,7 @@ class ResponseReader:
             raise
 
     def _take_piece(
-        self, call: Call, sequence: int, piece: memoryview, *, last: bool, is_direct: bool
+        self, call: Call, sequence: int, piece: bytes | memoryview, *, last: bool, is_direct: bool
     ) -> None:
         response, attempt = call.response_reader, call.attempt
         if is_direct and attempt is not None and attempt.response_link is None:
@@ -450,7 +457,9 @@ class ResponseReader:
         except (OutboundFull, PayloadTooLarge) as error:
             self._registry.fail(call, error)
 
-    def _take_socket_frame(self, call: Call, head: MessageHead | CloseHead, piece: memoryview) -> None:
+    def _take_socket_frame(
+        self, call: Call, head: MessageHead | CloseHead, piece: bytes | memoryview
+    ) -> None:
         socket = call.response_reader
         if not isinstance(socket, ReplicaSocket):
             self._registry.fail(

@@ -15,8 +15,9 @@ needed for it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sized
 from enum import Enum
-from typing import Final, Protocol, final
+from typing import Final, Generic, Protocol, TypeVar, final
 
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
@@ -30,6 +31,8 @@ from serve_common.protocol.frames import (
 
 CREDIT_PARTS: Final = 4
 """Parts of a window. Credit is granted for one part at once: the window never runs dry, and few messages are needed."""
+LARGE_FRAME_BYTES: Final = FRAME_BODY_BYTES_MAX // 2
+"""Frames above this size take two places of a window: it bounds memory, and many small frames need few credits."""
 CREDIT_MAX: Final = 1_000_000
 """Most frames that a sender lets itself be allowed beyond those it has sent."""
 FRAMES_OVER_MAX: Final = 1
@@ -45,6 +48,8 @@ RETAINED_BYTES_MAX: Final = 32 * 1024 * 1024
 """Most bytes that the streams of one process hold together for sending again; what exceeds it is sent once only."""
 
 Bytes = bytes | memoryview
+BodyT_co = TypeVar("BodyT_co", bound=Sized, covariant=True)
+"""What the bodies of a stream's frames are: bytes, or something with a length that stands for them."""
 
 
 class SequenceCheck(Enum):
@@ -113,18 +118,19 @@ class IncomingStream:
         return self.credit()
 
 
-StreamFrame = tuple[BodyHead | MessageHead | CloseHead, Bytes]
+FrameHead = BodyHead | MessageHead | CloseHead
+StreamFrame = tuple[FrameHead, Bytes]
 """A frame's head and body."""
 
 
-class FrameSource(Protocol):
+class FrameSource(Protocol[BodyT_co]):
     """What a stream is made of; it holds frames until they are released."""
 
     @property
     def first(self) -> int:
         """Number of the first frame that is held."""
 
-    def frame(self, at: int, *, may_cut: bool) -> StreamFrame | None:
+    def frame(self, at: int, *, may_cut: bool) -> tuple[FrameHead, BodyT_co] | None:
         """Frame number ``at``, which is held or the next one; None when it is not there yet.
 
         Without ``may_cut`` only what needs no credit is returned.
@@ -135,12 +141,12 @@ class FrameSource(Protocol):
 
 
 @final
-class OutgoingStream:
+class OutgoingStream(Generic[BodyT_co]):
     """The sender of a direction: sends as far as the credit allows, and again from where it is told to."""
 
-    __slots__ = ("_end", "_first", "_is_paused", "_limit", "_window", "sent", "source")
+    __slots__ = ("_end", "_first", "_is_paused", "_limit", "_spared", "_window", "sent", "source")
 
-    def __init__(self, source: FrameSource, window: int, *, first: int = 0) -> None:
+    def __init__(self, source: FrameSource[BodyT_co], window: int, *, first: int = 0) -> None:
         """``window`` and ``first`` are those of the receiver's `IncomingStream`."""
         self.source: Final = source
         self.sent = 1
@@ -148,6 +154,8 @@ class OutgoingStream:
         self._window = window
         self._first = first
         self._limit = first + window
+        self._spared = 0
+        """Frames that are allowed and not sent: half of the window while they are large."""
         self._end: int | None = None
         """Number of frames in all, once the last one was sent."""
         self._is_paused = False
@@ -169,8 +177,8 @@ class OutgoingStream:
 
     @property
     def is_at_window(self) -> bool:
-        """True between two windows of a body, where credit for all that was sent comes by itself."""
-        return self._first == 0 and self.sent % self._window == 0
+        """True between two halves of a body's windows, where credit for all that was sent comes by itself."""
+        return self._first == 0 and self.sent % (self._window // 2) == 0
 
     @property
     def is_processed(self) -> bool:
@@ -180,9 +188,9 @@ class OutgoingStream:
     @property
     def has_credit(self) -> bool:
         """True while a frame may be sent."""
-        return self.sent < self._limit and not self._is_paused
+        return self.sent < self._limit - self._spared and not self._is_paused
 
-    def opening(self) -> Bytes:
+    def opening(self) -> BodyT_co | bytes:
         """The data of frame 0 of a body, which goes with the head. Called again when the head is sent again."""
         frame = self.source.frame(0, may_cut=True)
         if frame is None:
@@ -190,15 +198,16 @@ class OutgoingStream:
         self._note_end(0, frame[0])
         return frame[1]
 
-    def next_frame(self) -> StreamFrame | None:
+    def next_frame(self) -> tuple[FrameHead, BodyT_co] | None:
         """The next frame; None when none may be sent now."""
         at = self.sent
         if self._is_paused or (self._end is not None and at >= self._end):
             return None
-        frame = self.source.frame(at, may_cut=at < self._limit)
+        frame = self.source.frame(at, may_cut=at < self._limit - self._spared)
         if frame is None:
             return None
         self.sent = at + 1
+        self._spared = self._window // 2 if len(frame[1]) > LARGE_FRAME_BYTES else 0
         self._note_end(at, frame[0])
         return frame
 
@@ -227,7 +236,7 @@ class OutgoingStream:
         self.sent = at
         return True
 
-    def _note_end(self, at: int, head: BodyHead | MessageHead | CloseHead) -> None:
+    def _note_end(self, at: int, head: FrameHead) -> None:
         if type(head) is CloseHead or (type(head) is BodyHead and head.last):
             self._end = at + 1
 

@@ -241,6 +241,7 @@ async def feed_body(
         ):
             while not body.is_closed:
                 raw = _start_raw(request, connection, body)
+                connection.resume_body()
                 while raw is not None and raw.rest_bytes and not body.is_closed:
                     is_waiting = True
                     await raw.wait()

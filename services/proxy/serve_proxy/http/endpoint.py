@@ -382,6 +382,7 @@ class EndpointHandler:
         if spec.upload is None:
             return await self._forward(request, spec, state)
         connection = cast("CountingConnection", request.protocol)
+        connection.pause_body()
         feeding = feed_body(request, connection, spec.upload, options, self._memory)
         feeder = self._tasks.start(feeding, name="upload")
         try:

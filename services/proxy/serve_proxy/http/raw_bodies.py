@@ -7,33 +7,55 @@ that are used here are those of `http/connection`.
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any, Final, final
 
 from aiohttp import hdrs, web
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
-from serve_common.dispatch.request_body import RequestBody
-from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
+from serve_common.dispatch.request_body import CROWDED_PIECE_BYTES_MAX, RequestBody
 
 COUNTED_BYTES_MIN: Final = 16 * 1024
 """Least size of a body that does not reach the parser: looking at each byte costs more than another parser."""
+_MOVES_MAX: Final = 4
+"""Frames that are moved before others have a turn."""
+_SMALL_READ_BYTES: Final = 16 * 1024
+"""What comes in smaller parts is copied: a pipe holds a page or more for each, and nothing is gained."""
+_SMALL_READS_MAX: Final = 8
+"""Small parts, beyond the number of others, after which a body is copied."""
 
 
 class CountingConnection(web.RequestHandler):
     """Counts the bytes of large bodies itself, and makes another parser for what comes after them."""
 
-    __slots__ = ("_last_bytes", "_last_payload", "_raw", "_rest_bytes")
+    __slots__ = ("_is_body_paused", "_last_bytes", "_last_payload", "_raw", "_rest_bytes")
 
     def __init__(self, manager: web.Server, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self._last_payload: StreamReader = EMPTY_PAYLOAD
         self._last_bytes = b""
         """The last bytes received, when they may be part of the end of a head."""
+        self._is_body_paused = False
+        """True between `pause_body` and what ends that."""
         self._raw: RawBody | None = None
         """Reads a body past the parser, in the place of this."""
         self._rest_bytes = 0
         """What is left of a body whose bytes are counted here, and do not reach the parser."""
+
+    def pause_body(self) -> None:
+        """Read nothing until `start_raw_body` or `resume_body`: the task that calls them has yet to start, and what is
+        read before that is copied more often.
+        """
+        if self._rest_bytes and not self._reading_paused:
+            self._is_body_paused = True
+            self.pause_reading()
+
+    def resume_body(self) -> None:
+        """Read on after `pause_body`."""
+        if self._is_body_paused:
+            self._is_body_paused = False
+            self.resume_reading()
 
     def start_raw_body(self, content: StreamReader, rest_bytes: int, body: RequestBody) -> RawBody | None:
         """Read the rest of the body of ``content``, whose bytes so far were taken, into ``body``.
@@ -48,19 +70,25 @@ class CountingConnection(web.RequestHandler):
             or content.is_eof()
             or rest_bytes
             != self._rest_bytes  # a middleware has changed a header, or the parser has a part of it
-            or self._reading_paused
+            or (self._reading_paused and not self._is_body_paused)
             or self._force_close
         ):
             return None
         self._rest_bytes = 0
+        self._is_body_paused = self._reading_paused = False
         raw = self._raw = RawBody(self, transport, content, rest_bytes, body)
         self._read_as(raw)
+        raw.start()
         return raw
 
     def end_raw_body(self) -> None:
         """Go on with the parser, and with what is left of the body; may be called twice."""
+        self.resume_body()
         raw, self._raw = self._raw, None
-        if raw is None or self.transport is None:
+        if raw is None:
+            return
+        raw.stop()
+        if self.transport is None:
             return
         self._rest_bytes = raw.rest_bytes
         self._read_as(self)
@@ -124,6 +152,8 @@ class CountingConnection(web.RequestHandler):
 class RawBody(asyncio.BufferedProtocol):
     """Reads the rest of a body of known size into the buffers from which it is sent to the replica.
 
+    Where it is sent over a Unix socket, it is moved there through a pipe, and not read.
+
     Why a protocol: the loop then reads into these buffers, and no task has to wake up for a piece. It stands in for its
     connection, which gets everything else.
     """
@@ -144,14 +174,24 @@ class RawBody(asyncio.BufferedProtocol):
         self._transport = transport
         self._content = content
         self._body = body
+        self._loop = asyncio.get_running_loop()
         self._is_lost = False
         self._view = memoryview(b"")
         self._waiter: asyncio.Future[None] | None = None
+        self._may_pipe = transport.get_extra_info("ssl_object") is None
+        self._descriptor = -1
+        """The socket's, while what comes is moved into the pipe, and the transport reads nothing."""
+        self._small_reads = 0
+
+    def start(self) -> None:
+        """Choose how the body is read; what it is sent over may be known already."""
+        if self._may_pipe and self._body.takes_pipe:
+            self._enter_pipe()
 
     async def wait(self) -> None:
         """Wait until everything was read, or reading has to pause. Raises ConnectionError when the client is gone."""
         if self.rest_bytes and not self.is_paused and not self._is_lost:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -162,33 +202,38 @@ class RawBody(asyncio.BufferedProtocol):
     def resume(self) -> None:
         """Go on after a pause."""
         self.is_paused = False
-        if not self._is_lost:
+        if self._is_lost:
+            return
+        if self._descriptor >= 0:
+            self._loop.add_reader(self._descriptor, self._move)
+        else:
             self._transport.resume_reading()
+
+    def stop(self) -> None:
+        """Read nothing more."""
+        if self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's
         if not self._view:
-            self._view = memoryview(bytearray(min(FRAME_BODY_BYTES_MAX, self.rest_bytes)))
+            self._view = memoryview(bytearray(min(self._body.piece_bytes_max, self.rest_bytes)))
         return self._view
 
     def buffer_updated(self, nbytes: int) -> None:
         piece, self._view = self._view[:nbytes], self._view[nbytes:]
-        self.rest_bytes -= nbytes
-        self._content.total_bytes += nbytes
         self._body.add(piece)
-        if not self.rest_bytes:
-            self._connection.end_raw_body()
-        elif self._body.has_space:
-            return
-        else:
-            self.is_paused = True
-            self._transport.pause_reading()
-        self._wake()
+        self._count(nbytes)
+        if self.rest_bytes and not self.is_paused:
+            self.start()
 
     def eof_received(self) -> None:
         self._connection.eof_received()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._is_lost = True
+        self.stop()
         self._connection.connection_lost(exc)
         self._wake()
 
@@ -197,6 +242,72 @@ class RawBody(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._connection.resume_writing()
+
+    def _count(self, read_bytes: int) -> None:
+        """Count what was read, and pause or end after it."""
+        self.rest_bytes -= read_bytes
+        self._content.total_bytes += read_bytes
+        if not self.rest_bytes:
+            self._connection.end_raw_body()
+        elif self._body.has_space:
+            return
+        else:
+            self.is_paused = True
+            if self._descriptor >= 0:
+                self._loop.remove_reader(self._descriptor)
+            else:
+                self._transport.pause_reading()
+        self._wake()
+
+    def _enter_pipe(self) -> None:
+        try:
+            self._may_pipe = self._body.open_pipe()
+            if self._may_pipe:
+                # Of its own, as the loop lets nobody else read what belongs to a transport.
+                self._descriptor = os.dup(self._transport.get_extra_info("socket").fileno())
+        except OSError:  # no descriptor is free
+            self._may_pipe = False
+        if self._may_pipe:
+            self._view = memoryview(b"")
+            self._transport.pause_reading()
+            self._loop.add_reader(self._descriptor, self._move)
+
+    def _leave_pipe(self) -> None:
+        """Let the transport read again, which also finds out what is wrong with the connection."""
+        self._may_pipe = False
+        self.stop()
+        self._body.leave_pipe()
+        self._transport.resume_reading()
+
+    def _move(self) -> None:
+        """Move what has arrived into the pipe; as long as there is something, because a wake-up costs more."""
+        for _ in range(_MOVES_MAX):
+            if self._move_once() < CROWDED_PIECE_BYTES_MAX or self._descriptor < 0 or self.is_paused:
+                return
+
+    def _move_once(self) -> int:
+        if self._body.is_closed or not self._body.takes_pipe or self._small_reads > _SMALL_READS_MAX:
+            self._leave_pipe()
+            return 0
+        try:
+            moved_bytes = self._body.fill_pipe(
+                self._descriptor, min(self._body.piece_bytes_max, self.rest_bytes)
+            )
+        except BlockingIOError:
+            # Nothing has come, or the pipe has no space for it: each packet takes a page.
+            self._small_reads += 1
+            return 0
+        except OSError:
+            moved_bytes = 0
+        if not moved_bytes:
+            self._leave_pipe()
+            return 0
+        if moved_bytes < _SMALL_READ_BYTES:
+            self._small_reads += 1
+        elif self._small_reads:
+            self._small_reads -= 1
+        self._count(moved_bytes)
+        return moved_bytes
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -151,7 +151,7 @@ class PlainReplies:
         self, upstream: Response, headers: TextHeaders, watch: _CallerWatch, silence_s_max: float | None
     ) -> None:
         limit = self._limit
-        piece: memoryview | None = upstream.body
+        piece: bytes | memoryview | None = upstream.body
         if upstream.stream is not None:
             watch.limit_silence(silence_s_max)
             piece = await upstream.stream.read()

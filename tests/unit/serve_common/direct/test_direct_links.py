@@ -17,13 +17,13 @@ import pytest
 from serve_common.direct import listening
 from serve_common.direct.dialing import BUSY_REQUESTS, DirectLinks
 from serve_common.direct.link import (
-    CONTROL_TOKEN,
     FRAME_BYTES_MAX,
-    PENDING_BYTES_MAX,
     DirectLink,
     link_token,
 )
 from serve_common.direct.listening import parse_inbox
+from serve_common.direct.pipes import BodyPipe, PipedBytes
+from serve_common.direct.writing import CONTROL_TOKEN, PENDING_BYTES_MAX
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     BodyHead,
@@ -34,7 +34,7 @@ from serve_common.protocol.frames import (
     encode_frame,
 )
 from serve_common.runtime.settings import DirectMode
-from tests.support.link_world import INBOX, MACHINE, REPLICA, SUBJECT, World, with_links
+from tests.support.link_world import INBOX, MACHINE, REPLICA, SUBJECT, World, whole_frame, with_links
 from tests.support.waiting import eventually
 
 
@@ -101,7 +101,7 @@ async def test_bytes_that_come_in_any_pieces_are_the_same_frames(step: int) -> N
     taken: list[tuple[bytes, bytes]] = []
     link = DirectLink(
         asyncio.get_running_loop(),
-        lambda _link, token, frame: taken.append((token, bytes(frame))),
+        lambda _link, token, frame: taken.append((token, whole_frame(frame))),
         lambda _link: None,
     )
     sizes = (10, 0, 17_000, FRAME_BODY_BYTES_MAX, 3) if step > 60 else (10, 0, 17_000, 3)
@@ -184,7 +184,7 @@ async def test_frames_of_two_threads_all_arrive_in_the_order_of_each_request(wor
     for token in (b"thread-0", b"thread-1", b"the loop"):
         frames = [frame for name, frame in world.inbox.delivered if name == token.hex().encode()]
         assert [decode_frame(frame)[0].sequence for frame in frames] == list(range(number_of_each))  # type: ignore[union-attr]
-    assert link._added_bytes == link._written_bytes
+    assert link.pending_bytes == 0
 
 
 @with_links
@@ -434,7 +434,7 @@ async def test_frames_that_threads_send_at_once_and_large_ones_of_the_loop_do_no
 @with_links
 async def test_a_link_that_only_receives_is_in_use(world: World) -> None:
     link = await world.dial()
-    world.other_end.last_used_at = 0.0
+    world.other_end.last_received_at = world.other_end._writer.last_written_at = 0.0
     assert link.send_frame(b"%08d" % 1, b"one")
     await eventually(lambda: world.taken)
     assert world.other_end.last_used_at > 0.0
@@ -484,3 +484,111 @@ async def test_a_replica_that_leaves_accepts_no_more_links(world: World) -> None
     with pytest.raises((FileNotFoundError, ConnectionRefusedError)):
         await world.connect()
     writer.close()
+
+
+async def piped(data: bytes, pipe: BodyPipe) -> PipedBytes:
+    """``data`` as a piece in ``pipe``, which a client has sent."""
+    client, source = socket.socketpair()
+    client.setblocking(False)
+    source.setblocking(False)
+    sent = filled = 0
+    while filled < len(data):
+        with contextlib.suppress(BlockingIOError):
+            sent += client.send(data[sent:])
+        filled += pipe.fill(source.fileno(), len(data) - filled)
+    client.close()
+    source.close()
+    piece = pipe.cut(len(data))
+    assert isinstance(piece, PipedBytes)
+    return piece
+
+
+@with_links
+async def test_bodies_in_pipes_arrive_whole_among_other_frames(world: World) -> None:
+    link = await world.dial()
+    assert link.splices is not link.is_tcp
+    chance, expected, pipes = random.Random(7), dict[bytes, list[bytes]](), [BodyPipe() for _ in range(4)]
+    free = {number: asyncio.Event() for number in range(len(pipes))}
+    for number, pipe in enumerate(pipes):
+        pipe.on_free = free[number].set
+
+    async def upload(number: int) -> None:
+        token, pipe = b"upload-%d" % number, pipes[number]
+        for sequence in range(12):
+            data = chance.randbytes(chance.choice([1, 5_000, 100_000, FRAME_BODY_BYTES_MAX]))
+            head = BodyHead(sequence, False)
+            expected.setdefault(token, []).append(encode_frame(head, data))
+            free[number].clear()
+            piece = await piped(data, pipe)
+            assert link.send(token, head, piece)
+            small = CancelHead(), b"%d" % sequence
+            expected.setdefault(b"small--%d" % number, []).append(encode_frame(*small))
+            assert link.send(b"small--%d" % number, *small)
+            while pipe._piece is not None:
+                await asyncio.wait_for(free[number].wait(), 20)
+            pipe.release(len(data)) if chance.random() < 0.5 else pipe.read_retained(len(data))
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(upload(number) for number in range(len(pipes))))
+    await eventually(lambda: len(world.taken) == sum(map(len, expected.values())))
+    for token, frames in expected.items():
+        assert [frame for _, name, frame in world.taken if name == token] == frames
+    assert link.is_written
+    assert link.pending_bytes == 0
+    for pipe in pipes:
+        pipe.close()
+
+
+def narrow(link: DirectLink) -> None:
+    """Let the link's socket hold little."""
+    if not link.is_tcp:
+        with socket.socket(fileno=os.dup(link._writer._descriptor)) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 100_000)
+
+
+@with_links
+async def test_a_body_in_a_pipe_waits_for_a_reader_that_is_slow_and_others_behind_it(world: World) -> None:
+    link, pipe = await world.dial(), BodyPipe()
+    world.other_end._transport.pause_reading()  # type: ignore[union-attr] - it is open
+    narrow(link)
+    uploads = 12 if link.is_tcp else 6
+    for number in range(uploads):
+        link.send(b"upload-1", *frame_of(FRAME_BODY_BYTES_MAX, number))
+    await asyncio.sleep(0.01)
+    data = random.Random(8).randbytes(FRAME_BODY_BYTES_MAX)
+    assert link.send(b"upload-2", BodyHead(1, True), await piped(data, pipe))
+    assert link.send(b"noop-000", CancelHead())
+    await asyncio.sleep(0.01)
+    assert not link.is_written
+    world.other_end._transport.resume_reading()  # type: ignore[union-attr] - as above
+    await eventually(lambda: len(world.taken) == uploads + 2)
+    frames = {token: frame for _, token, frame in world.taken}
+    assert frames[b"upload-2"] == encode_frame(BodyHead(1, True), data)
+    assert next(iter(frames)) == b"upload-1", "what the socket held"
+    tokens = [token for _, token, _ in world.taken]
+    assert tokens.index(b"noop-000") < tokens.index(b"upload-2") < len(tokens) - 1
+    pipe.close()
+
+
+@with_links
+async def test_a_link_that_ends_in_the_middle_of_a_body_in_a_pipe_leaves_it_to_be_sent_again(
+    world: World,
+) -> None:
+    link, pipe = await world.dial(), BodyPipe()
+    world.other_end._transport.pause_reading()  # type: ignore[union-attr] - it is open
+    narrow(link)
+    data = random.Random(9).randbytes(3 * FRAME_BODY_BYTES_MAX)
+    for at in range(0, len(data), FRAME_BODY_BYTES_MAX):
+        piece = await piped(data[at : at + FRAME_BODY_BYTES_MAX], pipe)
+        link.send(b"upload-1", BodyHead(at, False), piece)
+        if pipe._piece is not None:
+            break
+    else:
+        assert link.is_tcp
+        return
+    link.close()
+    assert not link.send(b"upload-1", BodyHead(9, True), piece)
+    held = at + FRAME_BODY_BYTES_MAX
+    assert pipe.read_retained(held) == data[:held]
+    assert pipe.uncut_bytes == 0
+    pipe.close()

@@ -23,6 +23,7 @@ from serve_common.nats.options import NotConnected
 from serve_common.protocol.frames import (
     CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
+    LARGE_WINDOW_FRAMES,
     WINDOW_FRAMES,
     AliveHead,
     BodyHead,
@@ -308,21 +309,21 @@ async def test_headers_that_do_not_fit_into_a_frame_are_refused(world: World) ->
 
 
 async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> None:
-    body = bytes((WINDOW_FRAMES + 3) * FRAME_BODY_BYTES_MAX + 1)
+    body = bytes((LARGE_WINDOW_FRAMES + 3) * FRAME_BODY_BYTES_MAX + 1)
     task = await world.ask(body)
     _, reply, head, first = world.take(RequestHead)
     assert head.body_bytes == len(body)
-    received = first + b"".join(world.take(BodyHead)[3] for _ in range(WINDOW_FRAMES - 1))
+    received = first + b"".join(world.take(BodyHead)[3] for _ in range(LARGE_WINDOW_FRAMES - 1))
     assert not world.bus.sent
     world.answer(reply, CreditHead(2))
     sequences = [world.bus.sent[0][2], world.bus.sent[1][2]]
-    assert sequences == [BodyHead(WINDOW_FRAMES, False), BodyHead(WINDOW_FRAMES + 1, False)]
+    assert sequences == [BodyHead(LARGE_WINDOW_FRAMES, False), BodyHead(LARGE_WINDOW_FRAMES + 1, False)]
     received += b"".join(world.take(BodyHead)[3] for _ in range(2))
     assert not world.bus.sent
     world.answer(reply, CreditHead(9))
     received += world.take(BodyHead)[3]
     _, _, last, piece = world.take(BodyHead)
-    assert last == BodyHead(WINDOW_FRAMES + 3, True)
+    assert last == BodyHead(LARGE_WINDOW_FRAMES + 3, True)
     assert received + piece == body
     world.ok(reply)
     await task
@@ -332,7 +333,7 @@ async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> N
 async def test_an_upload_that_a_reconnect_interrupts_goes_on_where_its_replica_says(
     world: World, *, is_repeatable: bool
 ) -> None:
-    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (WINDOW_FRAMES + 2)
+    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (LARGE_WINDOW_FRAMES + 2)
     task = await world.ask(body, repeatable=is_repeatable)
     _, reply, _, received = world.take(RequestHead)
     received += world.take(BodyHead)[3]
@@ -345,26 +346,26 @@ async def test_an_upload_that_a_reconnect_interrupts_goes_on_where_its_replica_s
         _, _, head, piece = world.take(BodyHead)
         sequences.append(head.sequence)
         received += piece
-    assert sequences == list(range(2, WINDOW_FRAMES + 2))
+    assert sequences == list(range(2, LARGE_WINDOW_FRAMES + 2))
     assert received == body
-    world.answer(reply, AliveHead(WINDOW_FRAMES + 2, WINDOW_FRAMES + 2))
+    world.answer(reply, AliveHead(LARGE_WINDOW_FRAMES + 2, WINDOW_FRAMES + LARGE_WINDOW_FRAMES + 2))
     assert not world.bus.sent
     world.ok(reply)
     await task
 
 
 async def test_what_was_sent_after_a_probe_is_not_sent_again_for_its_answer(world: World) -> None:
-    task = await world.ask(bytes((WINDOW_FRAMES + 4) * FRAME_BODY_BYTES_MAX))
+    task = await world.ask(bytes((LARGE_WINDOW_FRAMES + 4) * FRAME_BODY_BYTES_MAX))
     reply = world.take(RequestHead)[1]
     world.bus.sent.clear()
     world.look(PROBE_AFTER_S)
     world.take(ProbeHead)
-    at = WINDOW_FRAMES
-    world.answer(reply, CreditHead(2, at + 2, at + 2))
+    at, limit = LARGE_WINDOW_FRAMES, WINDOW_FRAMES
+    world.answer(reply, CreditHead(2, limit + 2, limit + 2))
     assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [at, at + 1]
-    world.answer(reply, AliveHead(at, at + 4))
+    world.answer(reply, AliveHead(at, limit + 4))
     assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [at + 2, at + 3]
-    world.answer(reply, AliveHead(at + 2, at + 4, has_gap=True))
+    world.answer(reply, AliveHead(at + 2, limit + 4, has_gap=True))
     assert [world.take(BodyHead)[2].sequence for _ in range(2)] == [at + 2, at + 3]
     world.ok(reply)
     await task

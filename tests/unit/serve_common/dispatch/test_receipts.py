@@ -8,7 +8,6 @@ import pytest
 
 from serve_common.dispatch import receipts
 from serve_common.protocol.frames import (
-    FRAME_BODY_BYTES_MAX,
     BodyHead,
     CancelHead,
     ReceivedHead,
@@ -16,7 +15,7 @@ from serve_common.protocol.frames import (
 )
 from tests.support.proxy_world import World
 
-PIECE = bytes(FRAME_BODY_BYTES_MAX)
+PIECE = bytes(256 * 1024)
 EIGHT = [BodyHead(number, False) for number in range(1, 9)]
 """Two MiB, which are reported twice."""
 

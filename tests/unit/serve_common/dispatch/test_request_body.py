@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import Iterator
 
 import pytest
 
+from serve_common.direct.pipes import PipedBytes
 from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.dispatch.request_body import FAIR_BYTES, RETAINED_BYTES_MAX, RequestBody, UploadMemory
@@ -139,7 +144,7 @@ async def test_the_producer_waits_while_a_whole_frame_was_not_sent_yet() -> None
 
 async def test_the_producer_waits_while_its_replica_takes_nothing() -> None:
     body = RequestBody(bytes(KIB), UploadMemory())
-    for _ in range(2 * WINDOW_FRAMES):
+    for _ in range(WINDOW_FRAMES):
         body.add(bytes(FRAME_BODY_BYTES_MAX))
     sent(body)
     producer = await waits(body)
@@ -540,3 +545,132 @@ async def test_a_refusal_of_a_socket_is_an_answer_and_a_101_to_others_is_none(wo
     task = await world.begin()
     world.answer(world.take(RequestHead)[1], ResponseHead(101, [], True, 0))
     assert (await task)[1].socket is None
+
+
+class Client:
+    """Whose body comes through a pipe."""
+
+    def __init__(self, body: RequestBody) -> None:
+        self.body = body
+        self.near, self.far = socket.socketpair()
+        self.near.setblocking(False)
+        self.far.setblocking(False)
+        assert body.open_pipe()
+
+    def send(self, data: bytes) -> None:
+        sent = filled = 0
+        while filled < len(data):
+            with contextlib.suppress(BlockingIOError):
+                sent += self.near.send(data[sent:])
+            filled += self.body.fill_pipe(self.far.fileno(), len(data) - filled)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+        self.body.close()
+
+
+def carried(
+    link: tuple[socket.socket, socket.socket], piece: bytes | memoryview | PipedBytes | None
+) -> bytes:
+    """Send ``piece`` to its end; returns what has arrived of it."""
+    near, far = link
+    assert isinstance(piece, PipedBytes)
+    arrived, is_sent = b"", False
+    while not is_sent:
+        is_sent = piece.send(near.fileno())
+        with contextlib.suppress(BlockingIOError):
+            arrived += far.recv(10**7)
+    with contextlib.suppress(BlockingIOError):
+        arrived += far.recv(10**7)
+    return arrived
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.setblocking(False)
+    yield near, far
+    near.close()
+    far.close()
+
+
+def test_a_body_in_a_pipe_is_sent_from_it_and_comes_as_bytes_when_it_is_sent_again(link) -> None:
+    memory = UploadMemory()
+    body = RequestBody(b"first", memory, 5 + 1100 * KIB)
+    data = random.Random(1).randbytes(1100 * KIB)
+    assert body.piece(0) == b"first"
+    body.takes_pipe = True
+    client = Client(body)
+    client.send(data[: 200 * KIB])
+    assert carried(link, body.piece(1)) == data[: 200 * KIB]
+    client.send(data[200 * KIB : 900 * KIB])
+    piece = body.piece(2)
+    assert isinstance(piece, PipedBytes)
+    assert len(piece) == FRAME_BODY_BYTES_MAX
+    assert body.piece(3) is None, "it is behind a piece that was not sent"
+    client.send(data[900 * KIB :])
+    assert memory.buffered_bytes == 5 + 1100 * KIB
+    again = [body.piece(number) for number in range(3)]
+    assert [bytes(part) for part in again] == [b"first", data[: 200 * KIB], data[200 * KIB :][: len(piece)]]  # type: ignore[arg-type]
+    assert not body.takes_pipe
+    rest = body.piece(3)
+    assert isinstance(rest, PipedBytes)
+    assert carried(link, piece) == again[2], "what was begun on a link ends there"
+    assert bytes(rest.read()) == data[200 * KIB + len(piece) :]
+    assert bytes(body.piece(3)) == bytes(rest.read())  # type: ignore[arg-type]
+    assert body.is_last(3)
+    client.close()
+    assert memory.buffered_bytes == 0
+
+
+def test_credit_releases_what_a_pipe_retains_and_the_next_piece_follows_when_it_can(link) -> None:
+    memory = UploadMemory()
+    body = RequestBody(b"x", memory)
+    body.takes_pipe = True
+    client = Client(body)
+    assert body.piece(0) == b"x"
+    more: list[bool] = []
+    body.on_more = lambda: more.append(True)
+    for number in range(1, 40):  # more than a body may have in memory
+        client.send(bytes([number]) * FRAME_BODY_BYTES_MAX)
+        assert carried(link, body.piece(number)) == bytes([number]) * FRAME_BODY_BYTES_MAX
+        body.release(number)
+    assert memory.buffered_bytes == FRAME_BODY_BYTES_MAX
+    assert body.piece(39) == bytes([39]) * FRAME_BODY_BYTES_MAX
+    client.send(b"a" * 10)
+    first = body.piece(40)
+    client.send(b"b" * 10)
+    assert isinstance(first, PipedBytes)
+    assert body.piece(41) is None
+    more.clear()
+    assert carried(link, first) == b"a" * 10
+    first.notify()
+    assert more
+    body.leave_pipe()
+    body.add(b"c" * 10)
+    assert body.piece(41) == b"b" * 10 + b"c" * 10, "what waits in a pipe is before what comes in memory"
+    client.close()
+    assert memory.buffered_bytes == 0
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_body_that_ends_early_gives_its_pipe_back_and_ends_what_was_begun(link, *, is_begun: bool) -> None:
+    near, _ = link
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 50_000)
+    memory = UploadMemory()
+    body = RequestBody(b"x", memory)
+    client = Client(body)
+    data = random.Random(2).randbytes(FRAME_BODY_BYTES_MAX)
+    client.send(data)
+    assert body.piece(0) == b"x"
+    piece = body.piece(1)
+    assert isinstance(piece, PipedBytes)
+    assert not is_begun or not piece.send(near.fileno())
+    client.send(b"more")
+    pipe = body._pipe
+    client.close()
+    assert memory.pipes.take() is pipe
+    assert carried(link, piece)[-KIB:] == data[-KIB:]
+    assert memory.buffered_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import struct
@@ -14,6 +15,7 @@ import pytest
 import uvloop
 
 from serve_common.config.backend import HttpOptions
+from serve_common.direct.pipes import PipedBytes
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
 from serve_proxy.http import connection
@@ -52,6 +54,48 @@ class Replica:
             assert len(piece) <= FRAME_BODY_BYTES_MAX
             self.is_whole = self._body.is_last(len(self.taken) - 1)
             self._body.release(len(self.taken))
+
+
+class PipingReplica:
+    """Takes a body over a Unix socket, as a link does: pieces in pipes go from there."""
+
+    def __init__(self, body: RequestBody) -> None:
+        self.arrived = b""
+        self.in_pipes = self.pieces = 0
+        self.is_whole = False
+        self._body = body
+        self._near, self._far = socket.socketpair()
+        for each in (self._near, self._far):
+            each.setblocking(False)
+        body.on_more = self.take
+        body.takes_pipe = True
+        self.take()
+
+    def take(self) -> None:
+        while not self.is_whole and (piece := self._body.piece(self.pieces)) is not None:
+            self.pieces += 1
+            if isinstance(piece, PipedBytes):
+                self.in_pipes += 1
+                while not piece.send(self._near.fileno()):
+                    self._read()
+                self._read()
+            else:
+                self.arrived += piece
+            self.is_whole = self._body.is_last(self.pieces - 1)
+            self._body.release(self.pieces)
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while part := self._far.recv(MIB):
+                self.arrived += part
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+def open_descriptors() -> set[Path]:
+    return set(Path("/proc/self/fd").iterdir())
 
 
 def post(size: int, path: bytes = b"/a") -> bytes:
@@ -146,6 +190,64 @@ async def test_a_body_without_space_is_not_read_on_until_there_is_some(desk: Des
     desk.ingress.asked[0].waiter.set_result(whole(b"ok"))
     assert (await read_answer(reader))[0] == 200
     await goes_on(reader, writer)
+
+
+@pytest.mark.parametrize("change", ["none", "the replica is gone", "the client is slow", "no pipe"])
+async def test_a_body_for_a_link_goes_through_a_pipe_as_long_as_that_is_of_use(
+    desk: Desk, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if change == "no pipe":
+        monkeypatch.setattr(desk.ingress.memory.pipes, "_pipes_max", 0)
+    reader, writer = await desk.connect()
+    body = random.Random(6).randbytes(8 * MIB)
+    for turn in range(2):
+        writer.write(post(len(body)) + body[: 300 * 1024])
+        await desk.ingress.until(lambda turn=turn: len(desk.ingress.asked) > turn)
+        upload = desk.ingress.asked[turn].spec.upload
+        replica = PipingReplica(upload)
+        if change == "the client is slow":
+            for at in range(300 * 1024, 330 * 1024, 1000):
+                writer.write(body[at : at + 1000])
+                await eventually(lambda at=at, upload=upload: upload.received_bytes > at)
+            at = upload.received_bytes
+            in_pipes = replica.in_pipes
+            writer.write(body[at:])
+        else:
+            writer.write(body[300 * 1024 : 4 * MIB])
+            await eventually(lambda upload=upload: upload.received_bytes == 4 * MIB)
+            in_pipes = replica.in_pipes
+            if change == "the replica is gone":
+                upload.takes_pipe = False
+            writer.write(body[4 * MIB :])
+        await eventually(lambda replica=replica: replica.is_whole)
+        assert replica.arrived == body
+        assert bool(in_pipes) is (change != "no pipe")
+        assert (replica.in_pipes > in_pipes) is (change == "none")
+        desk.ingress.asked[turn].waiter.set_result(whole(b"ok"))
+        assert (await read_answer(reader))[0] == 200
+        replica.close()
+        assert desk.ingress.memory.buffered_bytes == 0
+    await goes_on(reader, writer)
+
+
+@pytest.mark.parametrize("how", ["reset", "end"])
+async def test_a_client_that_leaves_within_a_body_in_a_pipe_is_given_up(desk: Desk, how: str) -> None:
+    before = open_descriptors()
+    _, writer = await desk.connect()
+    writer.write(post(32 * MIB) + bytes(4 * MIB))
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    upload = desk.ingress.asked[0].spec.upload
+    replica = PipingReplica(upload)
+    await eventually(lambda: upload.received_bytes == 4 * MIB and replica.in_pipes)
+    if how == "reset":
+        client = writer.transport.get_extra_info("socket")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    await eventually(lambda: desk.server.in_flight == 0 and not desk.server.connections)
+    replica.close()
+    upload.close()  # as the dispatcher does
+    desk.ingress.memory.pipes.close()
+    await eventually(lambda: open_descriptors() == before)
 
 
 @pytest.mark.parametrize("is_paused", [False, True])

@@ -51,7 +51,7 @@ class BodyFrames:
         self._streams_bodies = streams_bodies
         self._bad_frames = RateLimitedLogger(_log.warning)
 
-    def start(self, exchange: ReplicaRequest, first: memoryview) -> None:
+    def start(self, exchange: ReplicaRequest, first: bytes | memoryview) -> None:
         """Start a request whose body is incomplete; ``first`` is the part that arrived with its head."""
         incoming = exchange.body_in = IncomingBody(exchange.head.body_bytes)
         if self._streams_bodies and exchange.head.kind is RequestKind.HTTP:
@@ -59,7 +59,7 @@ class BodyFrames:
             self._work_on(exchange)
         self._add_piece(exchange, incoming, first, last=False)
 
-    def take_body(self, exchange: ReplicaRequest, head: BodyHead, body: memoryview) -> None:
+    def take_body(self, exchange: ReplicaRequest, head: BodyHead, body: bytes | memoryview) -> None:
         """Process a part of a body."""
         incoming = exchange.body_in
         if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
@@ -78,7 +78,7 @@ class BodyFrames:
         return order is SequenceCheck.NEXT
 
     def _add_piece(
-        self, exchange: ReplicaRequest, incoming: IncomingBody, piece: memoryview, *, last: bool
+        self, exchange: ReplicaRequest, incoming: IncomingBody, piece: bytes | memoryview, *, last: bool
     ) -> None:
         is_whole = incoming.add(len(piece), last=last)
         if is_whole is None:
@@ -95,7 +95,7 @@ class BodyFrames:
             self._collect(exchange, incoming, piece, is_whole=is_whole)
 
     def _collect(
-        self, exchange: ReplicaRequest, incoming: IncomingBody, piece: memoryview, *, is_whole: bool
+        self, exchange: ReplicaRequest, incoming: IncomingBody, piece: bytes | memoryview, *, is_whole: bool
     ) -> None:
         """Collect a part for code that needs the complete body."""
         body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
@@ -111,7 +111,7 @@ class BodyFrames:
         else:
             self.grant_credit(exchange, incoming.stream, 1)
 
-    def take_message(self, exchange: ReplicaRequest, head: MessageHead, body: memoryview) -> None:
+    def take_message(self, exchange: ReplicaRequest, head: MessageHead, body: bytes | memoryview) -> None:
         """Process a WebSocket message, or a part of one."""
         incoming = exchange.messages_in
         if incoming is None:

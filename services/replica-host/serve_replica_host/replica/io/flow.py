@@ -30,7 +30,7 @@ class IncomingBody:
         self.stream: Final = IncomingStream(WINDOW_FRAMES)
         self.expected_bytes = expected_bytes
         self.received_bytes = 0
-        self.pieces: list[memoryview] = []
+        self.pieces: list[bytes | memoryview] = []
         """Parts received of a body that is collected."""
 
     def add(self, size_bytes: int, *, last: bool) -> bool | None:

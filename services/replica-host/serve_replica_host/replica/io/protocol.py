@@ -27,6 +27,7 @@ from serve_common.protocol.frames import (
     RefusedHead,
     RequestHead,
     RequestKind,
+    SplitFrame,
     decode_frame,
     encode_frame,
 )
@@ -195,7 +196,9 @@ class ReplicaProtocol:
         """The link that the request with this reply subject came by; on any thread."""
         return self._links.get(reply)
 
-    def handle_link_frame(self, link: DirectLink, reply: bytes, payload: bytes | memoryview) -> None:
+    def handle_link_frame(
+        self, link: DirectLink, reply: bytes, payload: bytes | memoryview | SplitFrame
+    ) -> None:
         """Process a frame that came over ``link`` for the request of ``reply``."""
         links = self._links
         links[reply] = link
@@ -234,7 +237,7 @@ class ReplicaProtocol:
         """Process a frame."""
         self._handle(reply, payload)
 
-    def _handle(self, reply: bytes, payload: bytes | memoryview) -> None:
+    def _handle(self, reply: bytes, payload: bytes | memoryview | SplitFrame) -> None:
         try:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
@@ -269,7 +272,7 @@ class ReplicaProtocol:
         elif type(head) is ProbeHead:
             self._on_probe(reply, head.age_s)
 
-    def _on_frame_of_request(self, exchange: ReplicaRequest, head: Head, body: memoryview) -> None:
+    def _on_frame_of_request(self, exchange: ReplicaRequest, head: Head, body: bytes | memoryview) -> None:
         match head:
             case BodyHead():
                 self._bodies.take_body(exchange, head, body)
@@ -303,7 +306,7 @@ class ReplicaProtocol:
         if type(head) is CancelHead or exchange.outgoing is None or exchange.outgoing.is_acknowledged:
             self._slots.forget(reply)
 
-    def _on_request(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
+    def _on_request(self, reply: bytes, head: RequestHead, body: bytes | memoryview) -> None:
         exchanges = self._exchanges
         if reply in exchanges or reply in self._slots.recent or reply in self._waiting:
             return  # a duplicate: the request must not run twice
@@ -330,7 +333,7 @@ class ReplicaProtocol:
 
     # -- requests that wait for a slot --
 
-    def _may_wait(self, head: RequestHead, body: memoryview) -> bool:
+    def _may_wait(self, head: RequestHead, body: bytes | memoryview) -> bool:
         return (
             head.may_queue
             and not self.is_draining

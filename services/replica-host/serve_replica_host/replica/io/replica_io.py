@@ -18,6 +18,7 @@ from serve_common.direct.tcp import TcpEndpoint, is_wildcard
 from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import CRLF, Subscription, encode_pub, encode_pub_line
+from serve_common.protocol.frames import SplitFrame
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import Mailbox
@@ -250,7 +251,9 @@ class ReplicaIO:
                 self._user_queue.gather()  # `after_messages` ends that
             self._protocol.handle_bus_frame(subject, reply, payload, headers)
 
-    def _take_link_frame(self, link: DirectLink, token: bytes, frame: bytes | memoryview) -> None:
+    def _take_link_frame(
+        self, link: DirectLink, token: bytes, frame: bytes | memoryview | SplitFrame
+    ) -> None:
         inbox = link.inbox
         if not inbox:
             return  # it has ended meanwhile

@@ -60,7 +60,7 @@ class ReplicaRequest:
     """A WebSocket's messages."""
     response_head: ResponseHead | None = None
     """Head of a response in several frames, to be sent again."""
-    outgoing: OutgoingStream | None = None
+    outgoing: OutgoingStream[bytes | memoryview] | None = None
     """The rest of a response, or a WebSocket's messages."""
     sent_bytes: int = 0
     """Streamed response: bytes sent. The writer compares it with the bytes it wrote."""
@@ -142,7 +142,7 @@ class BodyPiece(msgspec.Struct, frozen=True):
     """A part of a streamed body."""
 
     exchange: ReplicaRequest
-    data: memoryview
+    data: bytes | memoryview
     last: bool
 
 

@@ -9,7 +9,8 @@ from typing import Final, Protocol, final
 
 import structlog
 
-from serve_common.direct.link import EARLY_FRAMES, LARGE_BYTES_MIN, DirectLink, link_token
+from serve_common.direct.link import LARGE_BYTES_MIN, DirectLink, link_token
+from serve_common.direct.writing import EARLY_FRAMES
 from serve_common.errors import RequestFailed, UserCodeRaised
 from serve_common.nats.options import InvalidSubject, PayloadTooLarge
 from serve_common.nats.protocol import encode_pub
@@ -178,7 +179,11 @@ class ResponseFrames:
         self._start_response(exchange, status, headers, OutgoingStream(pieces, WINDOW_FRAMES))
 
     def _start_response(
-        self, exchange: ReplicaRequest, status: int, headers: Headers, outgoing: OutgoingStream
+        self,
+        exchange: ReplicaRequest,
+        status: int,
+        headers: Headers,
+        outgoing: OutgoingStream[bytes | memoryview],
     ) -> None:
         """Send the head with the first part of the body, and what the credit allows."""
         first = outgoing.opening()
@@ -250,7 +255,7 @@ class ResponseFrames:
         except PayloadTooLarge as error:
             self.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, str(error))
 
-    def _send_frames(self, exchange: ReplicaRequest, outgoing: OutgoingStream) -> None:
+    def _send_frames(self, exchange: ReplicaRequest, outgoing: OutgoingStream[bytes | memoryview]) -> None:
         source = outgoing.source
         if isinstance(source, BodyPieces) and outgoing.has_credit and exchange.phase is Phase.WORKING:
             self._drain(exchange, source)

@@ -13,6 +13,7 @@ from serve_common.direct.link import DirectLink
 from serve_common.nats.options import NotConnected, PayloadTooLarge
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
+    LARGE_WINDOW_FRAMES,
     SMALL_FRAME_BYTES_MAX,
     WINDOW_FRAMES,
     AliveHead,
@@ -261,10 +262,10 @@ async def test_a_body_beyond_the_limit_is_refused_before_it_comes(desk: Desk) ->
 
 async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_served(desk: Desk) -> None:
     exchange = desk.begin()
-    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (WINDOW_FRAMES + 2)
+    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (LARGE_WINDOW_FRAMES + 2)
 
     desk.answer(exchange, body)
-    assert [type(head) for head in desk.heads] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
+    assert [type(head) for head in desk.heads] == [ResponseHead, *[BodyHead] * (LARGE_WINDOW_FRAMES - 1)]
     other = desk.begin(reply=OTHER)
     desk.answer(other, b"x")
     assert desk.side.in_flight == 1
@@ -274,7 +275,7 @@ async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_serve
     mine = [(head, piece) for subject, head, piece in desk.sent if subject == ME]
     assert mine[0][0] == ResponseHead(200, [(b"content-length", b"%d" % len(body))], False, 0)
     assert [head for head, _ in mine[1:]] == [
-        BodyHead(n, n == WINDOW_FRAMES + 1) for n in range(1, WINDOW_FRAMES + 2)
+        BodyHead(n, n == LARGE_WINDOW_FRAMES + 1) for n in range(1, LARGE_WINDOW_FRAMES + 2)
     ]
     assert b"".join(piece for _, piece in mine) == body
     assert desk.side.in_flight == 0
@@ -873,7 +874,7 @@ def _reply(router: int, request: int) -> bytes:
 
 async def test_streams_wait_while_their_router_has_not_received_what_is_on_the_bus() -> None:
     desk = Desk(max_concurrent_queries=10)
-    body = bytes(WINDOW_FRAMES * FRAME_BODY_BYTES_MAX)
+    body = bytes(LARGE_WINDOW_FRAMES * FRAME_BODY_BYTES_MAX)
 
     def sent_frames(reply: bytes) -> int:
         return sum(to == reply for to, _, _ in desk.sent)
@@ -883,19 +884,19 @@ async def test_streams_wait_while_their_router_has_not_received_what_is_on_the_b
     desk.answer(desk.begin(reply=_reply(2, 0)), body)
     fit = ON_BUS_BYTES_MAX // FRAME_BODY_BYTES_MAX
     assert [sent_frames(_reply(1, request)) for request in range(4)] == [fit // 2, fit // 2, 1, 1]
-    assert sent_frames(_reply(2, 0)) == WINDOW_FRAMES, "another router has its own"
+    assert sent_frames(_reply(2, 0)) == LARGE_WINDOW_FRAMES, "another router has its own"
 
     received = sum(
         len(encode_frame(head, part)) for to, head, part in desk.sent if to[:-16] == _reply(1, 0)[:-16]
     )
     desk.hear(ReceivedHead(received), reply=_reply(1, 0))
-    assert sent_frames(_reply(1, 2)) == sent_frames(_reply(1, 3)) == WINDOW_FRAMES
+    assert sent_frames(_reply(1, 2)) == sent_frames(_reply(1, 3)) == LARGE_WINDOW_FRAMES
 
     desk.answer(desk.begin(reply=_reply(1, 9)), body)
-    assert sent_frames(_reply(1, 9)) < WINDOW_FRAMES
+    assert sent_frames(_reply(1, 9)) < LARGE_WINDOW_FRAMES
     desk.now += RECEIVED_WITHIN_S
     desk.side.send_waiting()
-    assert sent_frames(_reply(1, 9)) == WINDOW_FRAMES, "a silent router has lost it"
+    assert sent_frames(_reply(1, 9)) == LARGE_WINDOW_FRAMES, "a silent router has lost it"
 
 
 async def test_a_router_that_counts_anew_is_believed() -> None:
@@ -933,20 +934,22 @@ async def test_a_probe_on_the_bus_moves_a_response_there_unless_that_has_just_le
     desk.answer(desk.begin(reply=reply), bytes(3 * WINDOW_FRAMES * FRAME_BODY_BYTES_MAX))
     link = cast(DirectLink, Link())
     desk.side.use_links(lambda _reply, _machine: LinkHead(), lambda _inbox: link)
-    desk.hear(CreditHead(0, 0, 2 * WINDOW_FRAMES - 1), reply=reply)
-    assert (len(desk.sent), frames) == (WINDOW_FRAMES, []), "some of it may be on its way"
-    desk.hear(CreditHead(0, 0, 2 * WINDOW_FRAMES), reply=reply)
-    assert (len(desk.sent), len(frames)) == (WINDOW_FRAMES, WINDOW_FRAMES)
+    desk.hear(CreditHead(0, 0, WINDOW_FRAMES + LARGE_WINDOW_FRAMES - 1), reply=reply)
+    assert (len(desk.sent), frames) == (LARGE_WINDOW_FRAMES, []), "some of it may be on its way"
+    desk.hear(CreditHead(0, 0, WINDOW_FRAMES + LARGE_WINDOW_FRAMES), reply=reply)
+    assert (len(desk.sent), len(frames)) == (LARGE_WINDOW_FRAMES, LARGE_WINDOW_FRAMES)
     desk.sent.clear()
 
     def probe(**fields: Any) -> list[type]:
-        head = ProbeHead(1.0, WINDOW_FRAMES, 2 * WINDOW_FRAMES, **fields)
+        head = ProbeHead(1.0, LARGE_WINDOW_FRAMES, WINDOW_FRAMES + LARGE_WINDOW_FRAMES, **fields)
         desk.sent.clear()
         desk.side.handle_bus_frame(b"", reply, encode_frame(head), None)
         return [type(head) for head in desk.heads]
 
     assert probe() == [], "from before its router knew of the link"
-    assert probe(has_lost=True) == [AliveHead] + [BodyHead] * WINDOW_FRAMES
-    desk.side.handle_link_frame(link, reply, encode_frame(CreditHead(0, 0, 2 * WINDOW_FRAMES)))
+    assert probe(has_lost=True) == [AliveHead] + [BodyHead] * LARGE_WINDOW_FRAMES
+    desk.side.handle_link_frame(
+        link, reply, encode_frame(CreditHead(0, 0, WINDOW_FRAMES + LARGE_WINDOW_FRAMES))
+    )
     desk.now += 10.0
     assert probe() == [AliveHead], "the router has left the link"
