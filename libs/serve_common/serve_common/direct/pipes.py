@@ -18,6 +18,8 @@ PIPE_BYTES: Final = 1024 * 1024
 """Size of a pipe as the system counts, which is a page for each packet; also the most that it lets anyone have."""
 PIPES_MAX: Final = 16
 """Most bodies of a process that are in pipes at a time: the system limits what all pipes of a user hold."""
+_KEPT_MAX: Final = 4
+"""Most pipes that wait to be used again."""
 
 _HAS_SPLICE: Final = hasattr(os, "splice")
 _FLAGS: Final = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK if _HAS_SPLICE else 0
@@ -212,7 +214,10 @@ class PipePool:
         except OSError:
             pipe.close()
             raise
-        self._free.append(pipe)
+        if len(self._free) < _KEPT_MAX:
+            self._free.append(pipe)
+        else:
+            pipe.close()
 
     def close(self) -> None:
         """Close the pipes that are free."""

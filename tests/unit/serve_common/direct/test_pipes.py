@@ -202,6 +202,12 @@ def test_pipes_are_used_again_empty_and_are_limited(sockets: Sockets) -> None:
     pool.give_back(one)
     pool.give_back(two)
     pool.close()
+    many = PipePool()
+    for pipe in [many.take() for _ in range(10)]:
+        assert pipe is not None
+        many.give_back(pipe)
+    assert len(many._free) == pipes._KEPT_MAX
+    many.close()
     assert open_descriptors() == before
 
 
