@@ -18,7 +18,7 @@ PIPE_BYTES: Final = 1024 * 1024
 """Size of a pipe as the system counts, which is a page for each packet; also the most that it lets anyone have."""
 PIPES_MAX: Final = 16
 """Most bodies of a process that are in pipes at a time: the system limits what all pipes of a user hold."""
-_KEPT_MAX: Final = 4
+_FREE_MAX: Final = 4
 """Most pipes that wait to be used again."""
 
 _HAS_SPLICE: Final = hasattr(os, "splice")
@@ -214,7 +214,7 @@ class PipePool:
         except OSError:
             pipe.close()
             raise
-        if len(self._free) < _KEPT_MAX:
+        if len(self._free) < _FREE_MAX:
             self._free.append(pipe)
         else:
             pipe.close()

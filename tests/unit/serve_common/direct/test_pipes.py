@@ -206,7 +206,7 @@ def test_pipes_are_used_again_empty_and_are_limited(sockets: Sockets) -> None:
     for pipe in [many.take() for _ in range(10)]:
         assert pipe is not None
         many.give_back(pipe)
-    assert len(many._free) == pipes._KEPT_MAX
+    assert len(many._free) == pipes._FREE_MAX
     many.close()
     assert open_descriptors() == before
 
