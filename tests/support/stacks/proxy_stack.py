@@ -252,7 +252,7 @@ class CallReplica(FakeReplica):
             case b"big":
                 self._stream(held, [(b"content-type", b"text/big")], bytes(BIG_BYTES))
             case b"break":
-                self._stream(held, [], bytes(BIG_BYTES))
+                self._stream(held, [], bytes(2 * BIG_BYTES))  # more than there is credit for
                 self.send(held, ErrorHead("user_code_raised", 500, "broke off", 0))
                 self.held.pop(held.reply, None)
             case body:
