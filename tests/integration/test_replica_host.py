@@ -35,6 +35,7 @@ from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.login import build_login
 from serve_common.nats.options import BusOptions
 from serve_common.protocol.frames import (
+    LARGE_WINDOW_FRAMES,
     WINDOW_FRAMES,
     AliveHead,
     BodyHead,
@@ -721,12 +722,12 @@ async def test_an_answer_waits_for_credit_beyond_its_deadline_and_a_cancel_frees
     stuck = driver.request(
         echo.replica_tag, "/app/large", query="bytes=5000000", credit=False, timeout_s=deadline_s
     )
-    frames = [await stuck.frame() for _ in range(WINDOW_FRAMES)]
+    frames = [await stuck.frame() for _ in range(LARGE_WINDOW_FRAMES)]
     await asyncio.sleep(deadline_s)
     busy, _ = await driver.call(echo.replica_tag)
     stuck.send(CancelHead())
 
-    assert [type(head) for head, _ in frames] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
+    assert [type(head) for head, _ in frames] == [ResponseHead, *[BodyHead] * (LARGE_WINDOW_FRAMES - 1)]
     assert busy == RefusedHead("busy", 1)
     assert stuck.frames.empty()
     async with asyncio.timeout(WITHIN_S):
