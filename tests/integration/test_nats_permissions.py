@@ -253,7 +253,11 @@ ALLOWED = [
     ("admin", "SUB", SUBJECTS.recalled_log("t1")),
     *((role, "SUB", inbox(role).removesuffix("abc.def") + ">") for role in ROLES),
     # people: each may what its table of verbs says
-    *((role, "PUB", SUBJECTS.admin(verb)) for role in PEOPLE for verb in ("get_status", "get_history", "plan")),
+    *(
+        (role, "PUB", SUBJECTS.admin(verb))
+        for role in PEOPLE
+        for verb in ("get_status", "get_history", "plan")
+    ),
     *(("operate", "PUB", SUBJECTS.admin(verb)) for verb in sorted(OPERATIONS)),
     ("operate", "PUB", SUBJECTS.call(ENDPOINT)),
     *(("controller", "PUB", inbox(role)) for role in PEOPLE),

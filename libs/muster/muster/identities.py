@@ -136,7 +136,7 @@ def derive_files(keys: OperatorKeys) -> Mapping[str, str]:
 
 
 def get_issuer(keys: OperatorKeys, role: Role) -> str:
-    """The public half of the signing key of ``role``, which NATS must know to let its users in. Raises `KeyUnusable`."""
+    """The public half of the signing key of ``role``, by which NATS knows its users. Raises `KeyUnusable`."""
     return NatsKey.from_seed(keys.signing_keys[role], KeyKind.ACCOUNT).public
 
 
