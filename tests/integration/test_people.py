@@ -92,6 +92,9 @@ async def test_a_person_does_what_their_role_may_and_is_refused_all_else(
             for verb in forbidden:
                 with pytest.raises(BusAuthorizationFailed, match=stack.address(role).user):
                     await requests.request(SUBJECTS.admin(verb), b"{}", timeout_s=20)
+        logged = (stack.server.directory / "log").read_text()
+        person = read_people(stack.secrets)[f"{role.value}@x.org"]
+        assert not forbidden or f'{person.nats_user}" - Publish Violation' in logged
     finally:
         await requests.close()
 

@@ -68,6 +68,8 @@ class ListedPerson(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     needs_password: bool
     """The key of the role was rotated since the password was set: the person cannot sign in."""
+    nats_user: str
+    """What NATS logs of the person."""
 
 
 class SetPassword(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -164,13 +166,21 @@ def remove(
 def list_(
     context: typer.Context, *, directory: DirectoryOption = _DIRECTORY, as_json: JsonOption = False
 ) -> None:
-    """List the people who may sign in."""
+    """List the people who may sign in.
+
+    With --json also the user of NATS that each is, which NATS' log shows.
+    """
     session = get_session(context)
     with session.reporting(as_json=as_json):
         source = _find_source(session, directory)
         outdated = set(find_outdated(source))
         people = [
-            ListedPerson(name=person.name, role=person.role, needs_password=person.name in outdated)
+            ListedPerson(
+                name=person.name,
+                role=person.role,
+                needs_password=person.name in outdated,
+                nats_user=person.nats_user,
+            )
             for person in read_people(source.secrets).values()
         ]
         if as_json:

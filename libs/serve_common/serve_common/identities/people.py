@@ -80,6 +80,8 @@ class Person(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     issuer: Annotated[str, Meta(max_length=128)] = ""
     """Public key of the signing key that made the identity, to find who needs another after a rotation; empty for a
     plain user."""
+    nats_user: Annotated[str, Meta(max_length=128)] = ""
+    """What NATS logs of the person: the identity's public key, or the plain user."""
 
     def __repr__(self) -> str:
         return f"Person(name={self.name!r}, role={self.role.value!r}, sealed=…)"
@@ -139,7 +141,7 @@ def seal_person(
     check_person_name(name)
     check_person_role(role)
     check_password(password)
-    issuer = _find_issuer(identity_text)
+    issuer, nats_user = _find_keys(identity_text)
     sealed = AESGCM(_derive_key(password, salt, costs)).encrypt(
         nonce, identity_text.encode(), _associated_data(name, role)
     )
@@ -151,6 +153,7 @@ def seal_person(
         sealed=base64.b64encode(sealed).decode(),
         costs=costs,
         issuer=issuer,
+        nats_user=nats_user,
     )
 
 
@@ -249,9 +252,13 @@ def _derive_key(password: str, salt: bytes, costs: PasswordCosts) -> bytes:
     ).derive(password.encode())
 
 
-def _find_issuer(identity_text: str) -> str:
+def _find_keys(identity_text: str) -> tuple[str, str]:
+    """The public keys of the identity's issuer and of itself; for a plain user nothing, and its name."""
     identity = parse_identity(identity_text)
-    return "" if isinstance(identity, PlainUser) else str(_parse_claims(identity.jwt).get("iss", ""))
+    if isinstance(identity, PlainUser):
+        return "", identity.user
+    claims = _parse_claims(identity.jwt)
+    return str(claims.get("iss", "")), str(claims.get("sub", ""))
 
 
 def _parse_claims(jwt: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def sealed(name: str = "ada", role: Role = Role.OPERATE, password: str = PASSWOR
 def test_the_password_opens_the_identity_and_no_other_does() -> None:
     person = sealed()
     assert open_person(person, PASSWORD) == IDENTITY
-    assert person.issuer == SIGNER.public
+    assert (person.issuer, person.nats_user) == (SIGNER.public, USER.public)
     for wrong in ("correct hors", PASSWORD + " ", "", "\ud800", "x" * 10_000_000):
         with pytest.raises(PasswordWrong) as caught:
             open_person(person, wrong)
@@ -67,7 +67,7 @@ def test_the_password_opens_the_identity_and_no_other_does() -> None:
 
 def test_what_is_sealed_is_shown_nowhere() -> None:
     person = sealed(text=PLAIN)
-    assert person.issuer == ""
+    assert (person.issuer, person.nats_user) == ("", "view")
     assert "hunter2" not in encode_people([person])
     assert person.sealed not in repr(person)
     assert "hunter2" not in repr(parse_identity(PLAIN))
