@@ -37,6 +37,7 @@ NOT_ABOUT_THE_ADMIN_API = {
     *((word,) for word in ("up", "secrets", "call", "help", "init", "completion")),
     *((word,) for word in ("run", "build", "start", "config", "shutdown")),  # by test_serve_commands
     *(("context", word) for word in ("add", "list", "use", "show", "remove")),
+    *(("console", "user", word) for word in ("add", "set-password", "remove", "list")),
 }
 
 

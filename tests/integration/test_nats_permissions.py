@@ -25,6 +25,7 @@ from nats.micro.request import Request
 from nats.micro.service import EndpointConfig
 
 from muster.secrets import NATS_ROLES, Secrets, generate
+from serve_common.api.queries import COMMANDS, OPERATE_VERBS, VIEW_VERBS
 from serve_common.api.views import EventView
 from serve_common.identities.credentials import (
     SEED_BYTES,
@@ -68,12 +69,15 @@ EVALUATE = SUBJECTS.host_evaluation(HostId("host-1"))
 EVALUATED = SUBJECTS.evaluation_report(HostId("host-1"))
 GATE = SUBJECTS.gate("accuracy")
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
+OPERATIONS = OPERATE_VERBS - VIEW_VERBS
 KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
 SNAPSHOT = SUBJECTS.snapshots.replace(">", "endpoints.shop.digits")
 EVENT = SUBJECTS.event("goal", "g7")
 WAKE = SUBJECTS.wake(BackendTag("shop/digits"))
 LOGGING = ("controller", "proxy", "host", "replica")
-ROLES = ("controller", "proxy", "host", "replica", "client", "caller", "admin")
+ROLES = ("controller", "proxy", "host", "replica", "client", "caller", "admin", "view", "operate")
+PEOPLE = ("view", "operate")
+"""Who may not deploy, and yet see and do what admins do."""
 ALL_BUT_CONTROLLER = ROLES[1:]
 NAMES_HERE = {**NAMES, Role.REPLICA: tokens(REPLICA_TAG)}
 PROCESS_OF = {"controller": "c1", "proxy": "proxy-1", "host": "host-1", "replica": REPLICA_TAG}
@@ -248,9 +252,52 @@ ALLOWED = [
     ("admin", "SUB", SUBJECTS.logs()),
     ("admin", "SUB", SUBJECTS.recalled_log("t1")),
     *((role, "SUB", inbox(role).removesuffix("abc.def") + ">") for role in ROLES),
+    # people: each may what its table of verbs says
+    *(
+        (role, "PUB", SUBJECTS.admin(verb))
+        for role in PEOPLE
+        for verb in ("get_status", "get_history", "plan")
+    ),
+    *(("operate", "PUB", SUBJECTS.admin(verb)) for verb in sorted(OPERATIONS)),
+    ("operate", "PUB", SUBJECTS.call(ENDPOINT)),
+    *(("controller", "PUB", inbox(role)) for role in PEOPLE),
+    ("proxy", "PUB", inbox("operate")),
+    *(
+        (role, "SUB", subject)
+        for role in PEOPLE
+        for subject in (
+            SUBJECTS.events,
+            SUBJECTS.logs(),
+            SUBJECTS.recalled_log("t1"),
+            SUBJECTS.host_reports,
+            SUBJECTS.proxy_reports,
+            SUBJECTS.leader,
+        )
+    ),
+    *((role, "PUB", SUBJECTS.log_replay) for role in PEOPLE),
 ]
 
+OTHER_SERVICES = (
+    READ_CAPTURES,
+    "$SRV.PING",
+    "$JS.API.INFO",
+    f"$JS.API.DIRECT.GET.{STREAM}",
+    f"$JS.API.STREAM.INFO.{STREAM}",
+    f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x",
+    f"$JS.API.STREAM.MSG.GET.{SUBJECTS.event_stream}",
+)
+
 DENIED = [
+    # people who may not deploy: no other verb, no captures, and nothing of JetStream
+    *(("view", "PUB", SUBJECTS.admin(verb)) for verb in sorted({*COMMANDS, "get_backup"})),
+    *(("operate", "PUB", SUBJECTS.admin(verb)) for verb in sorted({*COMMANDS, "get_backup"} - OPERATIONS)),
+    ("view", "PUB", SUBJECTS.call(ENDPOINT)),
+    *((role, "PUB", subject) for role in PEOPLE for subject in OTHER_SERVICES),
+    *((role, "SUB", subject) for role in PEOPLE for subject in (CAPTURE, GATE, REPLICA, SUBJECTS.calls, KEY)),
+    *((role, "SUB", subject) for role in PEOPLE for subject in (SUBJECTS.snapshots, SUBJECTS.all_models)),
+    *((role, "PUB", subject) for role in PEOPLE for subject in (REPLICA, HOST_REPORT, PROXY_REPORT, WAKE)),
+    *(("proxy", "PUB", inbox(role)) for role in ("view", "controller")),
+    *(("replica", "PUB", inbox(role)) for role in PEOPLE),
     # only the admin commands
     *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client", "caller")),
     # only the controller hears them
@@ -339,7 +386,7 @@ DENIED = [
     ),
     # answers are private; the plain inbox belongs to foreign clients, which are admins
     *((role, "SUB", f"_INBOX_{other}.>") for role in ROLES for other in ROLES if role != other),
-    *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica", "client", "caller")),
+    *((role, "SUB", "_INBOX.>") for role in ROLES if role != "admin"),
     # a replica runs users' code: it answers its callers and nobody else
     ("replica", "PUB", inbox("controller")),
     ("replica", "PUB", inbox("host")),
@@ -599,6 +646,9 @@ async def test_a_plain_client_of_the_admin_user_commands_a_micro_service(
         ("client", "replica", REPLICA, ""),
         ("client", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
         ("admin", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
+        ("operate", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
+        ("view", "controller", SUBJECTS.admin("get_status"), ""),
+        ("operate", "controller", SUBJECTS.admin("scale"), "q"),
         ("replica", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
     ],
 )
@@ -622,18 +672,22 @@ async def test_who_may_ask_gets_the_answer(
     ("speaker", "subject", "hearers"),
     [
         ("controller", HOST_GOAL, ["host"]),
-        ("controller", SUBJECTS.leader, ["host", "proxy"]),
-        ("host", HOST_REPORT, ["controller", "admin"]),
-        ("proxy", PROXY_REPORT, ["controller", "admin"]),
+        ("controller", SUBJECTS.leader, ["host", "proxy", "view", "operate"]),
+        ("controller", EVENT, ["admin", "view", "operate"]),
+        ("host", HOST_REPORT, ["controller", "admin", "view"]),
+        ("proxy", PROXY_REPORT, ["controller", "admin", "view"]),
         ("proxy", WAKE, ["controller"]),
         ("replica", WAKE, ["controller"]),
         ("client", WAKE, ["controller"]),
         ("replica", SUBJECTS.models(REPLICA_TAG), ["proxy", "replica", "client"]),
-        ("host", SUBJECTS.log("host", "host-1"), ["admin"]),
-        ("proxy", SUBJECTS.log("proxy", "proxy-1"), ["admin"]),
-        ("replica", SUBJECTS.log("replica", REPLICA_TAG), ["admin"]),
-        ("replica", SUBJECTS.recalled_log("t1", "replica"), ["admin"]),
-        ("admin", SUBJECTS.log_replay, ["controller", "proxy", "host", "replica"]),
+        ("host", SUBJECTS.log("host", "host-1"), ["admin", "view"]),
+        ("proxy", SUBJECTS.log("proxy", "proxy-1"), ["admin", "view"]),
+        ("replica", SUBJECTS.log("replica", REPLICA_TAG), ["admin", "view"]),
+        ("replica", SUBJECTS.recalled_log("t1", "replica"), ["admin", "view", "operate"]),
+        *(
+            (role, SUBJECTS.log_replay, ["controller", "proxy", "host", "replica"])
+            for role in ("admin", "view", "operate")
+        ),
     ],
 )
 async def test_what_is_told_is_heard_once(
@@ -656,8 +710,8 @@ async def test_what_is_told_is_heard_once(
     ("caller", "subject"),
     [
         *((role, REPLICA) for role in ("proxy", "client", "replica")),
-        ("admin", SUBJECTS.call(ENDPOINT)),
-        ("admin", SUBJECTS.admin("get_status")),
+        *((role, SUBJECTS.call(ENDPOINT)) for role in ("admin", "operate")),
+        *((role, SUBJECTS.admin("get_status")) for role in ("admin", "view", "operate")),
     ],
 )
 async def test_a_dead_replica_and_no_proxy_or_controller_are_known_at_once(
@@ -679,7 +733,7 @@ DEPUTIES = [
 """Who answers wherever a request says: JetStream, proxies and replicas."""
 
 
-@pytest.mark.parametrize("role", ["proxy", "host", "replica", "client"])
+@pytest.mark.parametrize("role", ["proxy", "host", "replica", "client", "view", "operate"])
 @pytest.mark.parametrize("target", [SUBJECTS.admin("shutdown"), SUBJECTS.host_report(HostId("host-2")), KEY])
 async def test_no_deputy_says_what_its_principal_may_not(
     server: Server, connect: Connect, bucket: None, role: str, target: str
@@ -809,7 +863,7 @@ async def test_a_message_above_the_payload_limit_is_refused(connect: Connect) ->
     assert proxy.max_payload == 1 << 20
 
 
-@pytest.mark.parametrize("role", ["caller", "client", "replica"])
+@pytest.mark.parametrize("role", ["caller", "client", "replica", "operate"])
 async def test_a_proxy_learns_that_its_caller_left_by_the_next_message_to_it(
     role: str, connect: Connect
 ) -> None:

@@ -102,6 +102,31 @@ FORBIDDEN = [
     ("caller", "PUB", "serve.admin.shutdown"),
     ("caller", "PUB", "$SRV.PING"),
     ("caller", "PUB", f"{CREATE}.deputy"),
+    # People who may see, and people who may operate.
+    ("view", "SUB", "_INBOX.>"),
+    ("view", "SUB", "_INBOX_admin.>"),
+    ("view", "SUB", "_INBOX_operate.>"),
+    ("view", "SUB", "serve.call.>"),
+    ("view", "SUB", "serve.capture.>"),
+    ("view", "PUB", "serve.admin.scale"),
+    ("view", "PUB", "serve.admin.deploy"),
+    ("view", "PUB", "serve.admin.get_backup"),
+    ("view", "PUB", "serve.call.shop.till"),
+    ("view", "PUB", "$JS.API.DIRECT.GET.serve-captures"),
+    ("operate", "SUB", "_INBOX.>"),
+    ("operate", "SUB", "_INBOX_admin.>"),
+    ("operate", "SUB", "_INBOX_view.>"),
+    ("operate", "SUB", "serve.replica.>"),
+    ("operate", "SUB", "serve.admin.>"),
+    ("operate", "PUB", "serve.admin.deploy"),
+    ("operate", "PUB", "serve.admin.delete_deployment"),
+    ("operate", "PUB", "serve.admin.upload_code"),
+    ("operate", "PUB", "serve.admin.update_backend_config"),
+    ("operate", "PUB", "serve.admin.get_backup"),
+    ("operate", "PUB", "serve.admin.shutdown"),
+    ("operate", "PUB", "serve.replica.shop.till.1"),
+    ("operate", "PUB", "$KV.serve-snapshots.endpoints.shop.till"),
+    ("operate", "PUB", f"$JS.API.STREAM.PURGE.{BUCKET}"),
     # Who stole a proxy's key, and comes as that very proxy.
     ("proxy", "SUB", "serve.admin.>"),
     ("proxy", "SUB", "serve.replica.>"),
@@ -247,7 +272,7 @@ def _attempts_of(who: str) -> Iterator[tuple[str, str]]:
     return ((verb, subject) for role, verb, subject in FORBIDDEN if role == who)
 
 
-@pytest.mark.parametrize("who", ["replica", "client", "proxy", "host", "admin"])
+@pytest.mark.parametrize("who", ["replica", "client", "proxy", "host", "admin", "view", "operate"])
 async def test_nats_refuses_and_logs_what_is_none_of_a_roles_business(scene: Scene, unharmed, who: str):
     settings = await scene.as_mole() if who == "replica" else scene.settings(who)
     allowed = []
@@ -270,7 +295,7 @@ async def test_nats_refuses_and_logs_what_is_none_of_a_roles_business(scene: Sce
 READ_BUCKET = json.dumps({"seq": 1, "next_by_subj": f"$KV.{SUBJECTS.bucket}.>", "batch": 1}).encode()
 
 
-@pytest.mark.parametrize("who", ["replica", "client", "proxy", "admin"])
+@pytest.mark.parametrize("who", ["replica", "client", "proxy", "admin", "operate"])
 async def test_what_answers_a_reader_of_the_bucket_or_a_caller_commands_and_reports_nothing(
     scene: Scene, unharmed, who: str
 ):

@@ -32,7 +32,7 @@ SERVER_FILE: Final = "nats_identities.conf"
 """The file that nats.conf includes as ``identities.conf``. Holds public keys and signed tokens, no secret."""
 CREDENTIALS: Final = {
     role: f"{role.value}.creds"
-    for role in (Role.CONTROLLER, Role.ADMIN, Role.CLIENT, Role.CALLER, Role.SYSTEM)
+    for role in (Role.CONTROLLER, Role.ADMIN, Role.CLIENT, Role.CALLER, Role.VIEW, Role.OPERATE, Role.SYSTEM)
 }
 """Credentials files in NATS' own format, for roles that are one user."""
 KEYS: Final = {Role.HOST: ("host.keys", (Role.HOST, Role.REPLICA)), Role.PROXY: ("proxy.keys", (Role.PROXY,))}
@@ -89,10 +89,11 @@ def rotate_role(keys: OperatorKeys, role: Role, *, random_bytes: Callable[[int],
 
 
 def add_new_roles(keys: OperatorKeys, *, random_bytes: Callable[[int], bytes]) -> OperatorKeys:
-    """Add keys for roles that did not exist when ``keys`` were made; all others stay as they are."""
+    """Add keys for roles and accounts that did not exist when ``keys`` were made; all others stay as they are."""
     fresh = make_operator(keys.subject_prefix, now=keys.created_at, random_bytes=random_bytes)
     return msgspec.structs.replace(
         keys,
+        accounts={**fresh.accounts, **keys.accounts},
         signing_keys={**fresh.signing_keys, **keys.signing_keys},
         users={**fresh.users, **keys.users},
     )
@@ -132,6 +133,25 @@ def derive_files(keys: OperatorKeys) -> Mapping[str, str]:
     for name, roles in KEYS.values():
         files[name] = encode_keys_file({role: (account_of[role], signers[role].seed) for role in roles})
     return files
+
+
+def get_issuer(keys: OperatorKeys, role: Role) -> str:
+    """The public half of the signing key of ``role``, by which NATS knows its users. Raises `KeyUnusable`."""
+    return NatsKey.from_seed(keys.signing_keys[role], KeyKind.ACCOUNT).public
+
+
+def mint_person(keys: OperatorKeys, role: Role, name: str, *, random_bytes: Callable[[int], bytes]) -> str:
+    """A credentials file for a user ``name`` of ``role``, valid until the role's key is rotated."""
+    account = keys.accounts[get_rights(role, keys.subject_prefix).account]
+    user = NatsKey(KeyKind.USER, random_bytes(SEED_BYTES))
+    token = encode_user(
+        NatsKey.from_seed(keys.signing_keys[role], KeyKind.ACCOUNT),
+        account=NatsKey.from_seed(account, KeyKind.ACCOUNT).public,
+        subject=user.public,
+        name=name,
+        now=keys.created_at,
+    )
+    return encode_credentials_file(token, user.seed)
 
 
 def _server_file(

@@ -6,8 +6,8 @@ in an environment that ``docker inspect`` or ``ps`` shows.
 Modes. The directory is 0700. Its files are 0600, or 0644 with ``for_containers``: compose mounts each file by itself
 and keeps its owner and mode, and the processes in the containers run as other users; on this machine the
 directory's 0700 still keeps all other users out. Those of the replica host (`READ_AS_ROOT`) stay 0600: it reads them
-as root before it becomes another user, because user code runs in its container. So do the operator's keys, which no
-container needs.
+as root before it becomes another user, because user code runs in its container. So do the operator's keys and the
+password of the console's first person, which no container needs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ PLAIN_NAMES: Final = tuple(f"nats_{role}" for role in NATS_ROLES)
 """Passwords that only a NATS with plain users needs."""
 NAMES: Final = ("postgres_password", "postgres_superuser_password", "grafana_admin_password")
 """Passwords that every stack needs."""
-FILES: Final = (*NAMES, identities.OPERATOR_FILE, *identities.FILES)
+PEOPLE_FILE: Final = "console_users.json"
+"""People who may sign in to the console, each with an identity that only their password opens."""
+ADMIN_PASSWORD_FILE: Final = "console_admin_password"  # noqa: S105 - a file's name
+"""Password of the first of them, until another is set; no container needs it."""
+FILES: Final = (*NAMES, identities.OPERATOR_FILE, *identities.FILES, PEOPLE_FILE, ADMIN_PASSWORD_FILE)
 """All files that `generate` makes for a stack with identities."""
 
 READ_AS_ROOT: Final = (identities.KEYS[Role.HOST][0], "nats_host", "nats_replica")
@@ -92,6 +96,9 @@ def generate(
     With ``plain``, passwords for NATS' own users are generated instead of identities. ``rotate`` replaces the keys of
     that role. Raises `BadField`, and `SecretUnusable` when a file cannot be read or written or has an invalid value.
     """
+    # Only here: most commands read secrets and seal nothing.
+    from muster import console_users  # noqa: PLC0415 - as above
+
     check_name(subject_prefix, "subject_prefix")
     mode = 0o644 if for_containers else 0o600
     made = Secrets(directory)
@@ -101,29 +108,40 @@ def generate(
         for name in (*NAMES, *(PLAIN_NAMES if plain else ())):
             path = made.path(name)
             if not path.exists():
-                _write(path, f"{secrets.token_hex(_ENTROPY_BYTES)}\n")
+                write_secret(path, f"{secrets.token_hex(_ENTROPY_BYTES)}\n")
             path.chmod(0o600 if name in READ_AS_ROOT else mode)
-        if plain:
+        keys = None if plain else _operator(made, subject_prefix, rotate)
+        if keys is None:
             _write_if_changed(made.path(NATS_INCLUDE), _nats_include(made), mode)
         else:
-            for name, text in identities.derive_files(_operator(made, subject_prefix, rotate)).items():
+            for name, text in identities.derive_files(keys).items():
                 _write_if_changed(made.path(name), text, 0o600 if name in READ_AS_ROOT else mode)
+        console_users.ensure_admin(console_users.IdentitySource(made, keys), mode)
     except OSError as error:
         where = error.filename or directory
         raise SecretUnusable(f"{where} cannot be used for secrets: {error.strerror}") from error
     return made
 
 
+def read_operator(made: Secrets) -> identities.OperatorKeys | None:
+    """The operator's keys; None when there are none. Raises `SecretUnusable`."""
+    path = made.path(identities.OPERATOR_FILE)
+    try:
+        return identities.decode_operator_keys(
+            path.read_text(encoding="utf-8"), random_bytes=secrets.token_bytes
+        )
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SecretUnusable(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, identities.OperatorUnusable) as error:
+        raise SecretUnusable(f"{path} {error}") from error
+
+
 def _operator(made: Secrets, subject_prefix: str, rotate: Role | None) -> identities.OperatorKeys:
     path = made.path(identities.OPERATOR_FILE)
-    if path.exists():
-        try:
-            keys = identities.decode_operator_keys(
-                path.read_text(encoding="utf-8"), random_bytes=secrets.token_bytes
-            )
-        except (UnicodeDecodeError, identities.OperatorUnusable) as error:
-            raise SecretUnusable(f"{path} {error}") from error
-    else:
+    keys = read_operator(made)
+    if keys is None:
         keys = identities.make_operator(
             subject_prefix, now=SystemClock().now(), random_bytes=secrets.token_bytes
         )
@@ -142,7 +160,7 @@ def _nats_include(made: Secrets) -> str:
 def _write_if_changed(path: Path, text: str, mode: int) -> None:
     """Write the file unless it is unchanged: a container mounts the inode, not the name."""
     if not path.exists() or path.read_bytes() != text.encode():
-        _write(path, text)
+        write_secret(path, text)
     path.chmod(mode)
 
 
@@ -158,7 +176,7 @@ def _read(path: Path) -> str:
     return value
 
 
-def _write(path: Path, text: str) -> None:
+def write_secret(path: Path, text: str) -> None:
     """Replace the file atomically; it is readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)

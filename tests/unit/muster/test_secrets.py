@@ -9,6 +9,7 @@ import pytest
 
 from muster.identities import OPERATOR_FILE, SERVER_FILE
 from muster.secrets import (
+    ADMIN_PASSWORD_FILE,
     FILES,
     NAMES,
     NATS_INCLUDE,
@@ -47,7 +48,7 @@ def test_for_containers_the_files_open_up_behind_a_closed_directory(tmp_path: Pa
     made = generate(tmp_path / "secrets", for_containers=True)
     assert mode_of(made.directory) == 0o700
     modes = {path.name: mode_of(path) for path in made.directory.iterdir()}
-    closed = {OPERATOR_FILE, *READ_AS_ROOT} & set(modes)
+    closed = {OPERATOR_FILE, ADMIN_PASSWORD_FILE, *READ_AS_ROOT} & set(modes)
     assert {name for name, mode in modes.items() if mode == 0o600} == closed
     assert {mode for name, mode in modes.items() if name not in closed} == {0o644}
 

@@ -29,6 +29,8 @@ from muster.cli.queries import (
 )
 from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from muster.client.admin import AdminClient
+from muster.console_users import IdentitySource, find_outdated
+from muster.secrets import read_operator
 from serve_common.api.commands import RestoreReply
 from serve_common.api.views import GoalStatus
 from serve_common.config.backend import ReplicaConfig
@@ -299,8 +301,8 @@ def secrets(
         typer.Option(
             "--rotate",
             metavar="ROLE",
-            help="Replace the keys of this role: controller, host, admin, proxy, replica, client, caller, or system "
-            "(the servers' own state, for operators).",
+            help="Replace the keys of this role: controller, host, admin, proxy, replica, client, caller, view, "
+            "operate, or system (the servers' own state, for operators).",
         ),
     ] = None,
     subject_prefix: Annotated[
@@ -328,7 +330,7 @@ def secrets(
 
     Then start the stack with 'docker compose up -d --build --wait'. Existing files are kept, and secrets are never
     printed. When nats_identities.conf has changed, restart NATS; after --rotate, restart the processes of that role
-    too.
+    too, and set new passwords for people of that role ('muster console user'), whom it names.
     """
     session = get_session(context)
     with session.reporting(as_json=as_json):
@@ -336,15 +338,17 @@ def secrets(
             raise BadField("--rotate", "plain users have passwords: remove their files and generate again")
         place = session.directory / directory
         before = _files(place)
-        stack_secrets.generate(
+        made_secrets = stack_secrets.generate(
             place, for_containers=True, plain=plain, subject_prefix=subject_prefix, rotate=rotate
         )
         after = _files(place)
         made = sorted(after.keys() - before.keys())
         changed = sorted(name for name in after.keys() & before.keys() if after[name] != before[name])
         retained = sorted(name for name in after.keys() & before.keys() if after[name] == before[name])
+        outdated = find_outdated(IdentitySource(made_secrets, None if plain else read_operator(made_secrets)))
         if as_json:
-            print_json({"directory": str(place), "made": made, "changed": changed, "kept": retained})
+            report = {"directory": str(place), "made": made, "changed": changed, "kept": retained}
+            print_json({**report, "need_password": outdated})
             return
         for word, names in (("made", made), ("changed", changed)):
             for name in names:
@@ -353,6 +357,11 @@ def secrets(
             print_line(f"nothing to do: {directory} has all {len(retained)} files")
         elif retained:
             print_line(f"kept {len(retained)} others")
+        for name in outdated:
+            print_line(
+                f"{name} needs a new password, as the key of their role was rotated: "
+                f"'muster console user set-password {name} --directory {directory}'"
+            )
 
 
 def _files(place: Path) -> dict[str, tuple[int, int]]:

@@ -44,6 +44,7 @@ COMMANDS: Final = {
     "up": _Command(_RUN, "up", "up"),
     "start": _Command(_RUN, "serve", "start"),
     "secrets": _Command(_RUN, "backup", "secrets"),
+    "console": _Command(_RUN, "console", "app"),
     "init": _Command(_RUN, "init", "init"),
     "context": _Command(_RUN, "contexts", "app"),
     "run": _Command(_DEPLOY, "run", "run"),

@@ -393,7 +393,7 @@ class Session:
         self, address: StackAddress, progress: Progress, *, retry_for_s: float = _CHANGE_RETRY_S
     ) -> AbstractAsyncContextManager[Stack]:
         """Connect to a stack; transient errors are shown as progress."""
-        self.has_plain_users = address.credentials_file is None
+        self.has_plain_users = address.is_plain
         return self._connect(
             address, retry_for_s=retry_for_s, on_retry=lambda why: progress.show(f"{why} (trying again)")
         )

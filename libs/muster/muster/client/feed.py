@@ -13,7 +13,7 @@ from nats.errors import Error as NatsError
 
 from muster.client.requests import FeedMessage, StackAddress
 from serve_common.errors import BusUnavailable
-from serve_common.identities.roles import Role, inbox_prefix
+from serve_common.identities.roles import inbox_prefix
 from serve_common.nats.client import close_nats, connect_nats
 
 _CONNECT_S: Final = 5.0
@@ -36,7 +36,7 @@ class NatsFeed:
     async def open(self, subjects: Sequence[str]) -> None:
         """Connect and subscribe. Raises `BusUnavailable` and `BusAuthorizationFailed`."""
         address = self._address
-        settings = address.bus_settings(inbox_prefix(Role.ADMIN))
+        settings = address.bus_settings(inbox_prefix(address.role))
         client = self._client = await connect_nats(
             settings, name="muster feed", deadline_s=_CONNECT_S, logs_attempts=False
         )

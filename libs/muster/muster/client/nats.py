@@ -12,7 +12,7 @@ from typing import Final, final
 
 from muster.client.requests import AdminReply, NoListeners, NoReply, StackAddress
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
-from serve_common.identities.roles import Role, inbox_prefix
+from serve_common.identities.roles import inbox_prefix
 from serve_common.nats.link import Link, open_link
 from serve_common.nats.login import build_login
 from serve_common.nats.options import BusOptions, PayloadTooLarge
@@ -30,8 +30,6 @@ _CONNECT_S: Final = 2.0
 _CLOSE_S: Final = 2.0
 _PAUSE_S: Final = 0.25
 _TOKEN_BYTES: Final = 8
-_INBOX_PREFIX: Final = inbox_prefix(Role.ADMIN)
-"""Inbox that other roles may reply to and only admins may read."""
 
 
 @final
@@ -47,7 +45,8 @@ class NatsRequests:
         self._address = address
         self._link: Link | None = None
         self._connect_lock = asyncio.Lock()
-        self._inbox = f"{_INBOX_PREFIX}.{os.urandom(_TOKEN_BYTES).hex()}".encode()
+        self._inbox_prefix = inbox_prefix(address.role)
+        self._inbox = f"{self._inbox_prefix}.{os.urandom(_TOKEN_BYTES).hex()}".encode()
         self._waiting: dict[bytes, asyncio.Future[Message]] = {}
         """Requests without a reply, by the last token of its subject."""
         self._forbidden: str | None = None
@@ -112,7 +111,7 @@ class NatsRequests:
             return self._link
 
     async def _open_link(self) -> Link:
-        settings = self._address.bus_settings(_INBOX_PREFIX)
+        settings = self._address.bus_settings(self._inbox_prefix)
         options = BusOptions(
             servers=settings.servers,
             login=build_login(settings),
@@ -145,6 +144,8 @@ class NatsRequests:
         raise BusUnavailable(f"NATS at {self.where} does not answer: {'; '.join(failures)}")
 
     def _refusal(self) -> str:
+        if self._address.identity is not None:
+            return f"NATS at {self.where} refused the identity of {self._address.user!r}"
         if self._address.credentials_file is not None:
             return f"NATS at {self.where} refused the credentials in {self._address.credentials_file}"
         credentials_text = (
@@ -158,7 +159,7 @@ class NatsRequests:
 
     def _forbidden_error(self) -> BusAuthorizationFailed:
         return BusAuthorizationFailed(
-            f"NATS does not allow {self._address.identity} to do this: {self._forbidden}"
+            f"NATS does not allow {self._address.shown_identity} to do this: {self._forbidden}"
         )
 
     def take_message(self, message: Message) -> None:

@@ -12,7 +12,8 @@ import msgspec
 from serve_common import errors
 from serve_common.api.views import ErrorView, ProxyView
 from serve_common.errors import BadField, ServeError, TransientError
-from serve_common.identities.credentials import CredentialsFile
+from serve_common.identities.credentials import CredentialsFile, UserIdentity
+from serve_common.identities.roles import Role
 from serve_common.runtime.settings import BusSettings, Environment, read_direct_mode
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
@@ -30,6 +31,10 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
     user: str = DEFAULT_USER
     """User of a NATS with plain users."""
     password: str | None = None
+    identity: UserIdentity | None = None
+    """An identity in memory; if set, ``credentials_file``, ``user`` and ``password`` are ignored."""
+    role: Role = Role.ADMIN
+    """Role of the user: replies arrive at its inbox."""
     subject_prefix: str = "serve"
     tls_ca_file: str | None = None
     http_url: str = ""
@@ -39,18 +44,26 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
         return f"StackAddress(urls={self.urls!r}, user={self.user!r}, password=…)"
 
     @property
-    def identity(self) -> str:
+    def shown_identity(self) -> str:
         """The user or credentials file, for messages."""
-        return f"the user {self.user!r}" if self.credentials_file is None else self.credentials_file
+        if self.credentials_file is not None and self.identity is None:
+            return self.credentials_file
+        return f"the user {self.user!r}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is a user of a NATS with plain users."""
+        return self.credentials_file is None and self.identity is None
 
     def bus_settings(self, inbox_prefix: str) -> BusSettings:
         """Settings of a connection with this address; replies arrive at ``inbox_prefix``."""
         file = self.credentials_file
+        credentials = self.identity or (None if file is None else CredentialsFile(file))
         return BusSettings(
             servers=list(self.urls),
-            user=self.user if file is None else file,
-            password=self.password or "",
-            credentials=None if file is None else CredentialsFile(file),
+            user=self.user if file is None or self.identity is not None else file,
+            password="" if self.identity is not None else self.password or "",
+            credentials=credentials,
             inbox_prefix=inbox_prefix,
             subject_prefix=self.subject_prefix,
             tls_ca_file=self.tls_ca_file,

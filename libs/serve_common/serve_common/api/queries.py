@@ -245,6 +245,24 @@ QUERIES: Final[Mapping[str, type[Query[Any]]]] = {
 
 VERBS: Final[Mapping[str, type[Request[Any]]]] = {**COMMANDS, **QUERIES}
 
+VIEW_VERBS: Final = frozenset(QUERIES) - {GetBackup.verb}
+"""Verbs of people who may only view: a backup holds all that was deployed, code included."""
+OPERATE_VERBS: Final = VIEW_VERBS | {
+    kind.verb
+    for kind in (
+        commands.Scale,
+        commands.SetTraffic,
+        commands.ShadowTraffic,
+        commands.Rollback,
+        commands.PauseAutoscaling,
+        commands.ResumeAutoscaling,
+        commands.ControlRollout,
+        commands.DrainHost,
+        commands.UndrainHost,
+    )
+}
+"""Verbs of people who keep a system running, and deploy nothing."""
+
 PRINCIPAL_HEADER: Final = "Muster-Principal"
 """NATS header with the client's name for the audit log: an unverified claim."""
 PRINCIPAL_LENGTH_MAX: Final = 200

@@ -11,11 +11,12 @@ therefore in another account.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from serve_common.api.queries import OPERATE_VERBS, VERBS, VIEW_VERBS
 from serve_common.config.backend import EVERYTHING
 
 NAME: Final = "{{name()}}"
@@ -25,7 +26,7 @@ CALLED_REPLICAS: Final = "{{tag(replicas)}}"
 CALLED_ENDPOINTS: Final = "{{tag(endpoints)}}"
 GATE_RESPONSE_S: Final = 10
 """Seconds that a responder of a rollout's external gate has."""
-CONNECTIONS_MAX: Final = 4096
+CONNECTIONS_MAX: Final = 4352
 """Connections of the server that nats.conf describes."""
 
 
@@ -35,6 +36,7 @@ class AccountName(enum.Enum):
     CONTROL = "control"
     DATA = "data"
     CLIENT = "client"
+    PEOPLE = "people"
     SYSTEM = "system"
 
 
@@ -48,7 +50,17 @@ class Role(enum.Enum):
     REPLICA = "replica"
     CLIENT = "client"
     CALLER = "caller"
+    VIEW = "view"
+    OPERATE = "operate"
     SYSTEM = "system"
+
+
+VERBS_OF: Final[Mapping[Role, frozenset[str]]] = {
+    Role.VIEW: VIEW_VERBS,
+    Role.OPERATE: OPERATE_VERBS,
+    Role.ADMIN: frozenset(VERBS),
+}
+"""Commands and queries that users of a role may send; those of no other role may send any."""
 
 
 class Permissions(msgspec.Struct, frozen=True):
@@ -141,6 +153,7 @@ ACCOUNT_LIMITS: Final = {
     ),
     AccountName.DATA: AccountLimits(connections=2560, subscriptions=262_144),
     AccountName.CLIENT: AccountLimits(connections=512, subscriptions=65_536),
+    AccountName.PEOPLE: AccountLimits(connections=256, subscriptions=65_536),
     AccountName.SYSTEM: AccountLimits(connections=16, subscriptions=4096),
 }
 """Connections add up to `CONNECTIONS_MAX`, so that no account can exhaust those of another."""
@@ -195,6 +208,8 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                         # answers to those who send commands
                         "_INBOX.>",
                         "_INBOX_admin.>",
+                        "_INBOX_view.>",
+                        "_INBOX_operate.>",
                         "_INBOX_controller.>",
                     ),
                     subscribe=(
@@ -299,6 +314,7 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                         "_INBOX_replica.>",
                         "_INBOX_client.>",
                         "_INBOX_caller.>",
+                        "_INBOX_operate.>",
                     ),
                     subscribe=(
                         f"{prefix}.call.>",
@@ -360,11 +376,43 @@ def get_rights(role: Role, prefix: str) -> RoleRights:
                 ),
                 limits=UserLimits(subscriptions=64),
             )
+        case Role.VIEW:
+            # People who see everything but requests, captures and backups, and change nothing.
+            return RoleRights(
+                account=AccountName.PEOPLE,
+                permissions=_people_permissions(role, prefix),
+                limits=UserLimits(subscriptions=1024),
+            )
+        case Role.OPERATE:
+            # People who besides keep running what others deployed, and call it. They bring in no code.
+            return RoleRights(
+                account=AccountName.PEOPLE,
+                permissions=_people_permissions(role, prefix, f"{prefix}.call.>"),
+                limits=UserLimits(subscriptions=1024),
+            )
         case Role.SYSTEM:
             # Monitors the servers.
             return RoleRights(
                 account=AccountName.SYSTEM, permissions=Permissions(publish=(">",), subscribe=(">",))
             )
+
+
+def _people_permissions(role: Role, prefix: str, *more: str) -> Permissions:
+    """Permissions of people who may not deploy; ``more`` is what they may publish beside queries and commands."""
+    return Permissions(
+        publish=(
+            *(f"{prefix}.admin.{verb}" for verb in sorted(VERBS_OF[role])),
+            f"{prefix}.log-recall",
+            *more,
+        ),
+        subscribe=(
+            f"{prefix}.event.>",
+            f"{prefix}.log.>",
+            f"{prefix}.report.>",
+            f"{prefix}.leader",
+            f"{inbox_prefix(role)}.>",
+        ),
+    )
 
 
 def _reads_bucket(prefix: str) -> tuple[str, ...]:
@@ -386,19 +434,29 @@ _SHADOW: Final = "$JS.API.INFO"
 def crossings(prefix: str) -> Iterator[Crossing]:
     """All subjects that are shared between accounts."""
     control, data, client = AccountName.CONTROL, AccountName.DATA, AccountName.CLIENT
+    people = AccountName.PEOPLE
     for subject in (*_reads_bucket(prefix), _SHADOW):
         yield Crossing(control, Share(subject=subject, is_service=True), (data, client))
     yield Crossing(control, Share(subject=f"{prefix}.snapshot.>"), (data, client))
-    yield Crossing(control, Share(subject=f"{prefix}.leader"), (data,))
+    yield Crossing(control, Share(subject=f"{prefix}.leader"), (data, people))
     yield Crossing(control, Share(subject=f"{prefix}.log-recall"), (data,))
+    # What people receive and send are messages only: to a service their requests could name any reply subject.
+    for subject in (f"{prefix}.event.>", f"{prefix}.report.>", f"{prefix}.log.>"):
+        yield Crossing(control, Share(subject=subject), (people,))
+    for role in (Role.VIEW, Role.OPERATE):
+        yield Crossing(control, Share(subject=f"{inbox_prefix(role)}.>"), (people,))
     yield Crossing(data, Share(subject=f"{prefix}.call.>", is_service=True), (control,))
-    yield Crossing(data, Share(subject=f"{prefix}.report.proxy.*"), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.report.proxy.*"), (control, people))
     yield Crossing(data, Share(subject=f"{prefix}.wake.>"), (control,))
     yield Crossing(data, Share(subject=f"{prefix}.capture.>"), (control,))
-    yield Crossing(data, Share(subject=f"{prefix}.log.>"), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.log.>"), (control, people))
     yield Crossing(data, Share(subject=f"{prefix}.models.>"), (client,))
     yield Crossing(data, Share(subject=f"{inbox_prefix(Role.CLIENT)}.>"), (client,))
     yield Crossing(data, Share(subject=f"{inbox_prefix(Role.CALLER)}.>"), (client,))
+    yield Crossing(data, Share(subject=f"{inbox_prefix(Role.OPERATE)}.>"), (people,))
     yield Crossing(client, Share(subject=f"{prefix}.replica.>"), (data,))
     yield Crossing(client, Share(subject=f"{prefix}.call.>"), (data,))
     yield Crossing(client, Share(subject=f"{prefix}.wake.>"), (control,))
+    yield Crossing(people, Share(subject=f"{prefix}.admin.>"), (control,))
+    yield Crossing(people, Share(subject=f"{prefix}.log-recall"), (control, data))
+    yield Crossing(people, Share(subject=f"{prefix}.call.>"), (data,))

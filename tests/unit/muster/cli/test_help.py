@@ -17,7 +17,7 @@ from muster.cli.main import app
 from muster.cli.queries import STACK_OPTIONS
 
 ROOT = typer.main.get_command(app)
-WITHOUT_STACK = {"up", "secrets", "build", "plan", "help", "context", "init", "completion"}
+WITHOUT_STACK = {"up", "secrets", "build", "plan", "help", "context", "init", "completion", "console"}
 
 
 def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -130,7 +130,7 @@ def test_a_file_of_credentials_may_be_given(tmp_path: Path, embedded: str) -> No
     variables = {"MUSTER_NATS_URL": "nats://far.example", "MUSTER_NATS_CREDS_FILE": "named.creds"}
     assert find_stack(StackChoice(), variables, tmp_path).credentials_file == str(named)
     chosen = find_stack(StackChoice(creds=Path("given.creds")), variables, tmp_path)
-    assert (chosen.credentials_file, chosen.identity) == (str(given), str(given))
+    assert (chosen.credentials_file, chosen.shown_identity) == (str(given), str(given))
     # A plain user that is named goes before a file that only lies there.
     plain = find_stack(StackChoice(nats="nats://me:secret@far.example"), variables, tmp_path)
     assert (plain.credentials_file, plain.user, plain.password) == (None, "me", "secret")

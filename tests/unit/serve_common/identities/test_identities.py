@@ -13,6 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from muster import identities
+from serve_common.api.queries import QUERIES, VERBS
 from serve_common.config.backend import allows, check_may_call
 from serve_common.errors import BadField
 from serve_common.identities.__main__ import plain_config, plain_subjects
@@ -34,6 +35,7 @@ from serve_common.identities.roles import (
     ACCOUNT_LIMITS,
     CONNECTIONS_MAX,
     NAME,
+    VERBS_OF,
     AccountName,
     Role,
     call_tags,
@@ -227,9 +229,52 @@ def test_commands_and_jetstream_are_in_an_account_that_users_code_is_not_in() ->
     assert {get_rights(role, "serve").account for role in (Role.PROXY, Role.REPLICA)} == {AccountName.DATA}
     led_in = [c.share for c in crossings("serve") if AccountName.CONTROL in c.importers]
     assert {share.subject for share in led_in if not share.is_service} == {
-        "serve.report.proxy.*", "serve.wake.>", "serve.capture.>", "serve.log.>",
+        "serve.report.proxy.*", "serve.wake.>", "serve.capture.>", "serve.log.>", "serve.log-recall", "serve.admin.>",
     }  # fmt: skip
     assert {share.subject for share in led_in if share.is_service} == {"serve.call.>"}
+
+
+def test_people_who_may_not_deploy_are_in_an_account_that_requests_nothing_of_a_service() -> None:
+    """What a service responds goes wherever a request says: for an admin's account that is no gain, here it were."""
+    shares = [(c, c.share) for c in crossings("serve") if AccountName.PEOPLE in {c.exporter, *c.importers}]
+    assert not [share.subject for _, share in shares if share.is_service]
+    assert {share.subject for c, share in shares if c.exporter is AccountName.PEOPLE} == {
+        "serve.admin.>", "serve.log-recall", "serve.call.>",
+    }  # fmt: skip
+    in_it = {role for role in Role if get_rights(role, "serve").account is AccountName.PEOPLE}
+    assert in_it == {Role.VIEW, Role.OPERATE}
+
+
+def test_who_views_may_query_and_who_operates_may_send_what_deploys_nothing() -> None:
+    assert VERBS_OF[Role.VIEW] == set(QUERIES) - {"get_backup"}
+    assert VERBS_OF[Role.OPERATE] - VERBS_OF[Role.VIEW] == {
+        "scale", "set_traffic", "shadow_traffic", "rollback", "pause_autoscaling", "resume_autoscaling",
+        "control_rollout", "drain_host", "undrain_host",
+    }  # fmt: skip
+    assert VERBS_OF[Role.ADMIN] == set(VERBS)
+    for role in (Role.VIEW, Role.OPERATE):
+        publish = get_rights(role, "serve").permissions.publish
+        assert {s.removeprefix("serve.admin.") for s in publish if ".admin." in s} == VERBS_OF[role]
+
+
+def test_an_operator_of_before_there_were_people_gets_their_keys_and_keeps_its_own() -> None:
+    keys = operator()
+    new = {Role.VIEW, Role.OPERATE}
+    old = msgspec.structs.replace(
+        keys,
+        accounts={name: seed for name, seed in keys.accounts.items() if name is not AccountName.PEOPLE},
+        signing_keys={role: seed for role, seed in keys.signing_keys.items() if role not in new},
+        users={role: seed for role, seed in keys.users.items() if role not in new},
+    )
+    text = identities.encode_operator_keys(old)
+    read = identities.decode_operator_keys(text, random_bytes=os.urandom)
+    assert old.accounts.items() <= read.accounts.items()
+    assert old.signing_keys.items() <= read.signing_keys.items()
+    assert old.users.items() <= read.users.items()
+    before, after = identities.derive_files(keys), identities.derive_files(read)
+    assert {name for name in after if after[name] != before[name]} == {
+        "view.creds", "operate.creds", identities.SERVER_FILE,
+    }  # fmt: skip
 
 
 def test_the_accounts_together_may_use_the_server_up_and_none_alone() -> None:
