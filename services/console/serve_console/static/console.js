@@ -10,8 +10,7 @@
   const THEMES = ["system", "light", "dark"];
 
   function showTheme(theme) {
-    if (theme === "system") root.removeAttribute("data-theme");
-    else root.dataset.theme = theme;
+    if (theme === "system") delete root.dataset.theme; else root.dataset.theme = theme;
     each("[data-theme-switch]", (button) => {
       button.setAttribute("aria-label", `Theme: ${theme}. Change it`);
       button.title = `Theme: ${theme}`;
@@ -55,8 +54,7 @@
     const text = button.dataset.copy || button.closest(".code")?.querySelector("code")?.textContent || "";
     const done = await write(text);
     const label = button.querySelector("[data-copy-label]");
-    const before = label.dataset.before ?? label.textContent;
-    label.dataset.before = before;
+    const before = label.dataset.before ??= label.textContent;
     label.textContent = done ? "Copied" : "Could not copy";
     button.classList.toggle("copied", done);
     setTimeout(() => { label.textContent = before; button.classList.remove("copied"); }, 1600);
@@ -80,7 +78,7 @@
     }
   }
 
-  // Charts: data-chart holds {times, series: [{name, values, colour}], unit, height}.
+  // Charts: data-chart holds {times, series: [{name, values, colour}], unit, height}. Times are shown in UTC, as in logs.
   const charts = new Map(); // element → uPlot
   const sizes = new ResizeObserver((changes) => changes.forEach(({ target, contentRect }) => {
     const chart = charts.get(target);
@@ -114,10 +112,13 @@
         dash: [[], [6, 3], [2, 3], [8, 3, 2, 3], [12, 4]][at % 5],
       };
     });
-    const time = { label: "Time", value: (_, value) => value == null ? "–" : new Date(value * 1000).toLocaleTimeString() };
+    const at = (seconds, from, to) => new Date(seconds * 1000).toISOString().slice(from, to);
+    const time = { label: "Time", value: (_, value) => value == null ? "–" : `${at(value, 11, 19)} UTC` };
+    const hours = (_, ticks, axis, space, step) => ticks.map((tick) => step < 86400 ? at(tick, 11, 16) : at(tick, 5, 10));
     const chart = new uPlot({
       width: element.clientWidth || 300, height: height || 190, series: [time, ...lines],
-      axes: [{ ...axis, size: 28, grid: { show: false } },
+      tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
+      axes: [{ ...axis, size: 28, grid: { show: false }, values: hours },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, unit)) }],
       scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
       cursor: { y: false, points: { size: 6 } }, padding: [10, 8, 0, 0],
@@ -157,9 +158,8 @@
 
   function showConnection() {
     for (const element of [...away.keys()]) if (!element.isConnected) away.delete(element);
-    const long = [...away.values()].some((since) => Date.now() - since > 1500);
     const banner = document.getElementById("connection");
-    if (banner && banner.hidden === long) banner.hidden = !long;
+    if (banner) banner.hidden = ![...away.values()].some((since) => Date.now() - since > 1500);
   }
 
   document.addEventListener("htmx:sseError", ({ target }) => { if (!away.has(target)) away.set(target, Date.now()); });
