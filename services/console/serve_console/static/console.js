@@ -1,0 +1,199 @@
+// The console's script: theme, times, copy buttons, charts, logs and the state of the connection. Pages work without it,
+// except for charts.
+"use strict";
+
+(() => {
+  const root = document.documentElement;
+  const each = (selector, act, within = document) => within.querySelectorAll(selector).forEach(act);
+
+  // Theme: light, dark, or what the system prefers (no attribute). The cookie lets the server render it at once.
+  const THEMES = ["system", "light", "dark"];
+
+  function showTheme(theme) {
+    if (theme === "system") delete root.dataset.theme; else root.dataset.theme = theme;
+    each("[data-theme-switch]", (button) => {
+      button.setAttribute("aria-label", `Theme: ${theme}. Change it`);
+      button.title = `Theme: ${theme}`;
+    });
+    drawCharts();
+  }
+
+  function keepTheme(theme) {
+    const age = theme === "system" ? 0 : 31536000;
+    document.cookie = `muster_theme=${theme}; path=/; max-age=${age}; samesite=lax`;
+    try { localStorage.setItem("muster_theme", theme); } catch { /* storage is off; the cookie is enough */ }
+  }
+
+  function keptTheme() {
+    let kept = null;
+    try { kept = localStorage.getItem("muster_theme"); } catch { /* as above */ }
+    return THEMES.includes(kept) ? kept : root.dataset.theme || "system";
+  }
+
+  // Times: <time class="ago" datetime="...">
+  const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
+  function words(seconds) {
+    const size = Math.abs(seconds);
+    if (size < 3) return "just now";
+    const [length, unit] = UNITS.find(([each]) => size >= each);
+    const text = `${Math.floor(size / length)} ${unit}`;
+    return seconds < 0 ? `in ${text}` : `${text} ago`;
+  }
+
+  function showTimes(within = document) {
+    const now = Date.now();
+    each("time.ago", (time) => {
+      const text = words((now - Date.parse(time.dateTime)) / 1000);
+      if (time.textContent !== text) time.textContent = text;
+    }, within);
+  }
+
+  // Copy buttons: data-copy has the text, or is empty for the code beside the button.
+  async function copy(button) {
+    const text = button.dataset.copy || button.closest(".code")?.querySelector("code")?.textContent || "";
+    const done = await write(text);
+    const label = button.querySelector("[data-copy-label]");
+    const before = label.dataset.before ??= label.textContent;
+    label.textContent = done ? "Copied" : "Could not copy";
+    button.classList.toggle("copied", done);
+    setTimeout(() => { label.textContent = before; button.classList.remove("copied"); }, 1600);
+  }
+
+  async function write(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch { // without HTTPS there is no clipboard; selecting works everywhere
+      const area = document.createElement("textarea");
+      area.className = "visually-hidden";
+      area.value = text;
+      const focused = document.activeElement;
+      document.body.append(area);
+      area.select();
+      const done = document.execCommand("copy");
+      area.remove();
+      focused?.focus();
+      return done;
+    }
+  }
+
+  // Charts: data-chart holds {times, series: [{name, values, colour}], unit, height}. Times are shown in UTC, as in logs.
+  const charts = new Map(); // element → uPlot
+  const sizes = new ResizeObserver((changes) => changes.forEach(({ target, contentRect }) => {
+    const chart = charts.get(target);
+    if (chart && contentRect.width && contentRect.width !== chart.width) {
+      chart.setSize({ width: contentRect.width, height: chart.height });
+    }
+  }));
+
+  function colour(within, name) { // what a custom property is in the current theme
+    const probe = document.createElement("span");
+    probe.style.color = `var(--${name})`;
+    within.append(probe);
+    const value = getComputedStyle(probe).color;
+    probe.remove();
+    return value;
+  }
+
+  const shown = (value, unit) => value == null ? "–"
+    : `${value.toLocaleString("en", { maximumSignificantDigits: 4 })}${unit ? ` ${unit}` : ""}`;
+
+  function drawChart(element) {
+    const { times, series, unit, height } = JSON.parse(element.dataset.chart);
+    const axis = {
+      stroke: colour(element, "muted"), font: "11px system-ui, sans-serif",
+      grid: { stroke: colour(element, "line"), width: 1 }, ticks: { show: false },
+    };
+    const lines = series.map(({ name, colour: index }, at) => {
+      const stroke = colour(element, `series-${index ?? at % 5 + 1}`);
+      return {
+        label: name, stroke, width: 1.5, points: { show: false }, value: (_, value) => shown(value, unit),
+        dash: [[], [6, 3], [2, 3], [8, 3, 2, 3], [12, 4]][at % 5],
+      };
+    });
+    const at = (seconds, from, to) => new Date(seconds * 1000).toISOString().slice(from, to);
+    const time = { label: "Time", value: (_, value) => value == null ? "–" : `${at(value, 11, 19)} UTC` };
+    const hours = (_, ticks, axis, space, step) => ticks.map((tick) => step < 86400 ? at(tick, 11, 16) : at(tick, 5, 10));
+    const chart = new uPlot({
+      width: element.clientWidth || 300, height: height || 190, series: [time, ...lines],
+      tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
+      axes: [{ ...axis, size: 28, grid: { show: false }, values: hours },
+        { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, unit)) }],
+      scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
+      cursor: { y: false, points: { size: 6 } }, padding: [10, 8, 0, 0],
+    }, [times, ...series.map(({ values }) => values)], element);
+    charts.set(element, chart);
+    sizes.observe(element);
+  }
+
+  function drop(element) {
+    charts.get(element)?.destroy();
+    charts.delete(element);
+    sizes.unobserve(element);
+  }
+
+  function drawCharts(only = () => true) {
+    if (!window.uPlot) return;
+    for (const element of [...charts.keys()]) if (!element.isConnected || only(element)) drop(element);
+    each("[data-chart]", (element) => { if (!charts.has(element)) drawChart(element); });
+  }
+
+  // Logs stay at their end, unless scrolled up.
+  const released = new WeakSet();
+
+  function follow(log) {
+    while (log.childElementCount > Number(log.dataset.most || 2000)) log.firstElementChild.remove();
+    if (!released.has(log)) log.scrollTop = log.scrollHeight;
+  }
+
+  document.addEventListener("scroll", ({ target }) => {
+    if (!(target instanceof Element) || !target.matches(".log")) return;
+    if (target.scrollHeight - target.scrollTop - target.clientHeight > 24) released.add(target);
+    else released.delete(target);
+  }, true);
+
+  // The connection: elements whose stream is away, and since when. A page that is being left loses its own for a moment.
+  const away = new Map();
+
+  function showConnection() {
+    for (const element of [...away.keys()]) if (!element.isConnected) away.delete(element);
+    const banner = document.getElementById("connection");
+    if (banner) banner.hidden = ![...away.values()].some((since) => Date.now() - since > 1500);
+  }
+
+  document.addEventListener("htmx:sseError", ({ target }) => { if (!away.has(target)) away.set(target, Date.now()); });
+  document.addEventListener("htmx:sseOpen", ({ target }) => { away.delete(target); showConnection(); });
+
+  function prepare(within = document) {
+    showTimes(within);
+    drawCharts(() => false);
+    each(".log", follow);
+    each("[data-close]", (button) => { button.hidden = false; }, within);
+  }
+
+  document.addEventListener("htmx:load", ({ target }) => prepare(target.parentElement ?? document));
+
+  document.addEventListener("click", ({ target }) => {
+    const button = target.closest?.("button");
+    if (button?.matches("[data-theme-switch]")) {
+      const next = THEMES[(THEMES.indexOf(root.dataset.theme || "system") + 1) % THEMES.length];
+      keepTheme(next);
+      showTheme(next);
+    } else if (button?.matches("[data-copy]")) copy(button);
+    else if (button?.matches("[data-dismiss]")) button.closest(".flash").remove();
+    each("details.confirm[open]", (panel) => {
+      if (!panel.contains(target) || button?.matches("[data-close]")) panel.open = false;
+    });
+  });
+
+  document.addEventListener("keydown", ({ key }) => {
+    if (key !== "Escape") return;
+    each("details.confirm[open]", (panel) => { panel.open = false; panel.querySelector("summary").focus(); });
+  });
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCharts());
+  showTheme(keptTheme());
+  prepare();
+  setInterval(() => { showTimes(); showConnection(); }, 1000);
+})();
