@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 STAMP := .venv/.installed
-PACKAGES := libs/serve_common libs/muster libs/embedded services/controller services/proxy services/replica-host
+PACKAGES := libs/serve_common libs/muster libs/embedded services/console services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-link-cuts bench-machines bench-restored bench-slow-readers bench-uploads \

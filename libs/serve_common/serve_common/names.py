@@ -47,6 +47,11 @@ def check_name(value: str, field: str) -> str:
     return value
 
 
+def short_name(tag: str) -> str:
+    """A deployment's name as its user typed it: without the application ``default``."""
+    return tag.removeprefix("default/")
+
+
 def deployment_tag(name: str, field: str = "name") -> BackendTag:
     """The tag of the deployment that a user calls ``name``: ``deployment`` or ``app/deployment``.
 

@@ -89,7 +89,7 @@ COMPONENTS = """
 
 def shell(**more: Any) -> dict[str, Any]:
     return {
-        "person": {"name": HOSTILE, "role": HOSTILE}, "page": "now", "csrf": CSRF, "theme": "dark",
+        "person": {"name": HOSTILE, "role": HOSTILE}, "page": "now", "csrf": CSRF, "form_csrf": CSRF, "theme": "dark",
         "banner": {"kind": "bad", "text": HOSTILE, "hint": HOSTILE}, "flashes": [{"text": HOSTILE, "kind": "good"}],
         **more,
     }  # fmt: skip
@@ -97,11 +97,11 @@ def shell(**more: Any) -> dict[str, Any]:
 
 def pages() -> dict[str, str]:
     templates = environment()
-    error = {"status": 404, "title": HOSTILE, "message": HOSTILE, "request_id": HOSTILE}
+    error = {"error_status": 404, "title": HOSTILE, "message": HOSTILE}
     return {
         "components": templates.from_string(COMPONENTS).render(shell(bad=HOSTILE)),
         "sign-in": templates.get_template("sign_in.html").render(
-            csrf=CSRF, error=HOSTILE, name=HOSTILE, next=HOSTILE
+            csrf=CSRF, form_csrf=CSRF, error=HOSTILE, name=HOSTILE, next=HOSTILE
         ),
         "error": templates.get_template("error.html").render(shell(**error)),
     }

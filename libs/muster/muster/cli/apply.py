@@ -13,7 +13,7 @@ from muster.cli import parsing
 from muster.cli.apps import check_code, check_unique, read_file
 from muster.cli.change_sets import ChangeSet, run_changes
 from muster.cli.changes import ChangeOptions, ChangeRequest, ChangeRun, change_command
-from muster.cli.output import print_error, short_name
+from muster.cli.output import print_error
 from muster.cli.session import ExitCode, Session, StackChoice
 from muster.cli.yaml_file import YamlFile, parse_path
 from muster.client.admin import AdminClient
@@ -38,7 +38,7 @@ from serve_common.config.backend import (
     merged,
 )
 from serve_common.errors import BadField
-from serve_common.names import check_route, deployment_tag
+from serve_common.names import check_route, deployment_tag, short_name
 
 
 class _Backend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

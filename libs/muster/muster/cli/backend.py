@@ -24,7 +24,6 @@ from muster.cli.output import (
     get_config_facts,
     print_facts,
     print_table,
-    short_name,
     shorten,
     style_state,
     table,
@@ -34,7 +33,7 @@ from muster.cli.session import Session
 from serve_common.api.commands import ChangeReply, Command, CreateBackend, DeleteBackend, UpdateBackendConfig
 from serve_common.api.queries import GetAllBackends, GetBackendConfig
 from serve_common.api.views import BackendConfigView, BackendView
-from serve_common.names import deployment_tag
+from serve_common.names import deployment_tag, short_name
 
 Tag = Annotated[
     str,

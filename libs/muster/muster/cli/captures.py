@@ -11,7 +11,7 @@ import typer
 from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.completion import complete_endpoint
 from muster.cli.help import Commands
-from muster.cli.output import Cell, Progress, format_time, print_json, print_table, short_name, table
+from muster.cli.output import Cell, Progress, format_time, print_json, print_table, table
 from muster.cli.queries import ReadRequest, query_command, stack_command
 from muster.cli.session import Session, StackChoice
 from muster.client.admin import Stack
@@ -20,7 +20,7 @@ from serve_common.api.queries import GetCaptures
 from serve_common.api.views import CaptureView
 from serve_common.config.capture import CaptureConfig, check_capture_config
 from serve_common.errors import BadField
-from serve_common.names import EndpointTag, deployment_tag
+from serve_common.names import EndpointTag, deployment_tag, short_name
 from serve_common.protocol.captures import BodyState, CapturedMessage, CapturedPair
 
 app = Commands(

@@ -19,7 +19,6 @@ from muster.cli.output import (
     print_json,
     print_line,
     print_table,
-    short_name,
     shorten,
     style_state,
     table,
@@ -48,7 +47,7 @@ from serve_common.api.commands import (
 from serve_common.api.queries import GetDeploymentInfo, GetHttpProxies, Plan
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, PlanView
 from serve_common.errors import BadField, BusUnavailable, NotFound, ServeError
-from serve_common.names import GoalId
+from serve_common.names import GoalId, short_name
 
 
 class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from muster.cli.output import print_line, short_name
+from muster.cli.output import print_line
 from muster.cli.session import Session, StackChoice
 from muster.client.admin import connect_stack
 from muster.client.contexts import read_contexts
@@ -23,6 +23,7 @@ from serve_common.api.queries import (
     PagedQuery,
 )
 from serve_common.errors import ServeError
+from serve_common.names import short_name
 
 VARIABLE: Final = "_MUSTER_COMPLETE"
 """The variable by which a shell asks the program for completions."""

@@ -29,7 +29,7 @@ from muster.cli.config_options import (
 )
 from muster.cli.endpoint_options import ENDPOINT_OPTIONS, build_endpoint_options
 from muster.cli.help import Commands, find_command
-from muster.cli.output import print_error, print_json, print_line, short_name, write_body
+from muster.cli.output import print_error, print_json, print_line, write_body
 from muster.cli.queries import (
     DeploymentName,
     TimeoutOption,
@@ -51,7 +51,7 @@ from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale,
 from serve_common.api.views import GoalStatus, GoalView
 from serve_common.config.autoscaling import REPLICAS_MAX
 from serve_common.errors import BadField
-from serve_common.names import GoalId, check_route, deployment_tag
+from serve_common.names import GoalId, check_route, deployment_tag, short_name
 from serve_common.values import check_between
 
 

@@ -14,7 +14,7 @@ from typing import Final, final
 import msgspec
 import typer
 
-from muster.cli.output import Cell, Progress, print_cells, print_json, print_line, short_name, shorten
+from muster.cli.output import Cell, Progress, print_cells, print_json, print_line, shorten
 from muster.cli.queries import stack_command
 from muster.cli.session import ExitCode, Session, StackChoice, running_embedded
 from muster.client.admin import Stack
@@ -23,6 +23,7 @@ from serve_common.api.queries import GetLoad
 from serve_common.api.views import DeploymentStatus, HostView, ProxyView, StatusView
 from serve_common.clock import SystemClock
 from serve_common.errors import BusAuthorizationFailed, NotFound, ServeError
+from serve_common.names import short_name
 
 _RETRY_S: Final = 5.0
 _HTTP_TIMEOUT_S: Final = 3.0

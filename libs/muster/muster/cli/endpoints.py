@@ -27,7 +27,6 @@ from muster.cli.output import (
     get_facts,
     print_facts,
     print_table,
-    short_name,
     table,
 )
 from muster.cli.queries import (
@@ -55,7 +54,7 @@ from serve_common.api.queries import GetAllEndpoints, GetHistory, GetHttpConfig
 from serve_common.api.views import EndpointView
 from serve_common.config.backend import EndpointOptions, HttpOptions, check_http_options, merged
 from serve_common.errors import BadField, NotFound
-from serve_common.names import check_route, deployment_tag
+from serve_common.names import check_route, deployment_tag, short_name
 
 Name = Annotated[
     str,

@@ -17,7 +17,6 @@ from muster.cli.output import (
     print_json_line,
     print_line,
     print_table,
-    short_name,
     shorten,
     style_state,
     table,
@@ -28,7 +27,7 @@ from muster.client.requests import FeedMessage, StackAddress
 from serve_common.api.queries import GetEvents, GetHistory, GetRevisions
 from serve_common.api.views import EventView, HistoryView, RevisionView
 from serve_common.errors import BadField
-from serve_common.names import ReplicaTag, deployment_tag, parse_backend_tag
+from serve_common.names import ReplicaTag, deployment_tag, parse_backend_tag, short_name
 from serve_common.protocol.subjects import UNREADABLE, Subjects
 
 _RETRY_S: Final = 15.0

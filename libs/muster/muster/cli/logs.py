@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from muster.cli.completion import complete_deployment
-from muster.cli.output import print_json_line, short_name
+from muster.cli.output import print_json_line
 from muster.cli.queries import NAME_HELP, stream_command
 from muster.cli.session import Session
 from muster.cli.terminal import get_console
 from muster.client.requests import Feed, FeedMessage, StackAddress
 from serve_common.errors import BadField
-from serve_common.names import deployment_tag
+from serve_common.names import deployment_tag, short_name
 from serve_common.protocol.reports import (
     ENCODING,
     KINDS,

@@ -27,6 +27,7 @@ from serve_common.api.views import ReplicaView
 from serve_common.clock import Clock, SystemClock
 from serve_common.config.backend import METHODS, BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.config.rollout import RolloutConfig
+from serve_common.names import short_name
 from serve_common.values import truncate
 
 if TYPE_CHECKING:
@@ -135,11 +136,6 @@ def shorten(text: str) -> str:
     first = lines[0].replace(_TRACEBACK_BEGINS, "").strip()
     shown = first if len(lines) == 1 else f"{first} … {lines[-1]}".removeprefix(" … ")
     return truncate(shown, _BRIEF_MAX)
-
-
-def short_name(tag: str) -> str:
-    """A deployment's name as its user typed it: without the application ``default``."""
-    return tag.removeprefix("default/")
 
 
 _REPEAT_S: Final = 5.0

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from muster.cli.captures import EndpointName, LimitOption
-from muster.cli.output import Cell, Progress, print_json, print_line, print_table, short_name, table
+from muster.cli.output import Cell, Progress, print_json, print_line, print_table, table
 from muster.cli.queries import stack_command
 from muster.cli.session import ExitCode, Session, StackChoice
 from muster.client.admin import Stack
@@ -23,7 +23,7 @@ from muster.client.replay_target import (
 )
 from serve_common.api.queries import GetAllEndpoints
 from serve_common.errors import BadField, NotFound, ServeError
-from serve_common.names import EndpointTag
+from serve_common.names import EndpointTag, short_name
 from serve_common.protocol.captures import CapturedPair
 from serve_common.replay.captured_requests import can_replay
 from serve_common.replay.comparison import Comparison, ComparisonResult, PathResult, PathStatus

@@ -23,7 +23,7 @@ from muster.cli.config_options import (
     parse_backend_overrides,
 )
 from muster.cli.help import Commands
-from muster.cli.output import Cell, Progress, print_json_line, print_table, short_name, table
+from muster.cli.output import Cell, Progress, print_json_line, print_table, table
 from muster.cli.queries import DeploymentName, ReadRequest, query_command, stream_command
 from muster.cli.session import ExitCode, Session
 from muster.cli.terminal import get_console, render
@@ -34,7 +34,7 @@ from serve_common.api.rollout_views import RolloutView
 from serve_common.api.views import GoalStatus
 from serve_common.config.rollout import RolloutConfig
 from serve_common.errors import TransientError
-from serve_common.names import deployment_tag
+from serve_common.names import deployment_tag, short_name
 
 app = Commands(
     help="""Roll out a new version step by step: start, list, watch, pause, resume, step, promote, abort.

@@ -26,7 +26,6 @@ from muster.cli.output import (
     print_line,
     print_replicas,
     print_table,
-    short_name,
     shorten,
     style_state,
     table,
@@ -53,7 +52,7 @@ from serve_common.api.views import (
     StatusView,
 )
 from serve_common.errors import BadField
-from serve_common.names import check_name, deployment_tag
+from serve_common.names import check_name, deployment_tag, short_name
 
 autoscaling_app = Commands(help="Show and pause the autoscaling of deployments: list, pause, resume.")
 

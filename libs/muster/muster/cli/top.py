@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Annotated, Final
 
@@ -15,119 +15,17 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from muster.cli.output import Cell, Progress, Table, print_json, print_json_line, short_name, table
+from muster.cli.output import Cell, Progress, Table, print_json, print_json_line, table
 from muster.cli.queries import stream_command
 from muster.cli.session import Session
 from muster.cli.terminal import get_console, render
 from muster.client.admin import AdminClient
+from muster.client.rates import LoadRates, compute_rates
 from muster.client.requests import StackAddress
 from serve_common.api.queries import GetAutoscaling, GetLoad
-from serve_common.api.views import AutoscalingView, BackendLoad, EndpointLoad, LoadView, StatusView
+from serve_common.api.views import LoadView
 from serve_common.errors import TransientError
-
-_RUNNING = frozenset({"running", "updating"})
-
-
-class TopRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One endpoint or backend over the last interval; None for what is unknown or has no samples."""
-
-    name: str
-    requests_per_s: float | None = None
-    errors_per_s: float | None = None
-    p50_s: float | None = None
-    p99_s: float | None = None
-    queued: float | None = None
-    in_flight: float | None = None
-    running: int | None = None
-    wanted: int | None = None
-    autoscaling: str = ""
-
-
-def top_rows(
-    before: LoadView, after: LoadView, status: StatusView, autoscaling: Sequence[AutoscalingView]
-) -> list[TopRow]:
-    """One row for each endpoint, backend with load, and deployment, sorted by name.
-
-    Rates are computed from counters and not from gauges: the difference of two counters is exact, however long the
-    interval.
-    """
-    seconds = after.at - before.at
-    earlier = {load.endpoint_tag: load for load in before.endpoints}
-    now = {load.endpoint_tag: load for load in after.endpoints}
-    loads = {load.backend_tag: load for load in after.backends}
-    deployments = {view.name: view for view in status.deployments}
-    scaling = {view.backend_tag: view for view in autoscaling}
-    rows = []
-    for name in sorted({*now, *loads, *deployments} - {""}):
-        row = _traffic(name, earlier.get(name), now.get(name), seconds, loads.get(name))
-        deployment, scaled = deployments.get(name), scaling.get(name)
-        running = None if deployment is None else sum(each.state in _RUNNING for each in deployment.replicas)
-        wanted = None if deployment is None else deployment.backend_config.num_replicas
-        if scaled is not None:
-            wanted = scaled.num_replicas
-        state = "" if scaled is None else ("paused" if scaled.paused else scaled.verdict)
-        rows.append(msgspec.structs.replace(row, running=running, wanted=wanted, autoscaling=state))
-    return rows
-
-
-def _traffic(
-    name: str,
-    before: EndpointLoad | None,
-    after: EndpointLoad | None,
-    seconds: float,
-    load: BackendLoad | None,
-) -> TopRow:
-    row = TopRow(
-        name=name,
-        queued=None if load is None else load.queued,
-        in_flight=None if load is None else load.in_flight,
-    )
-    if after is None or seconds <= 0:
-        return row
-    buckets = increases(before.seconds_buckets if before is not None else {}, after.seconds_buckets)
-    return msgspec.structs.replace(
-        row,
-        requests_per_s=_increase(0.0 if before is None else before.requests, after.requests) / seconds,
-        errors_per_s=_increase(0.0 if before is None else before.errors, after.errors) / seconds,
-        p50_s=quantile(0.5, buckets),
-        p99_s=quantile(0.99, buckets),
-    )
-
-
-def _increase(before: float, after: float) -> float:
-    """The increase of a counter as Prometheus computes it: a counter that fell was reset meanwhile."""
-    return after - before if after >= before else after
-
-
-def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[float, float]:
-    """The increase of each cumulative bucket, by its upper bound."""
-    whole = max(after.values(), default=0.0)
-    was_reset = whole < max(before.values(), default=0.0)
-    return {
-        float(bound): count - (0.0 if was_reset else before.get(bound, 0.0)) for bound, count in after.items()
-    }
-
-
-def quantile(q: float, buckets: Mapping[float, float]) -> float | None:
-    """The quantile as Prometheus' ``histogram_quantile``: linear within a bucket, the last finite bound beyond it.
-
-    ``buckets`` are cumulative counts by upper bound, ``inf`` included. None when they are empty.
-    """
-    bounds = sorted(buckets)
-    total = buckets[bounds[-1]] if bounds else 0.0
-    if total <= 0:
-        return None
-    rank = q * total
-    low, below = 0.0, 0.0
-    for bound in bounds:
-        if buckets[bound] >= rank:
-            if bound == float("inf"):
-                return low
-            inside = buckets[bound] - below
-            return low + (bound - low) * ((rank - below) / inside if inside > 0 else 1.0)
-        low, below = bound, buckets[bound]
-    return low
-
+from serve_common.names import short_name
 
 _RETRY_S: Final = 15.0
 _ERROR_SHARE_BAD: Final = 0.01
@@ -190,12 +88,12 @@ async def top(
                     return
 
 
-async def _sample(admin: AdminClient, before: LoadView) -> tuple[LoadView, list[TopRow]]:
+async def _sample(admin: AdminClient, before: LoadView) -> tuple[LoadView, list[LoadRates]]:
     after = await admin.call(GetLoad())
-    return after, top_rows(before, after, await admin.fetch_status(), await admin.call(GetAutoscaling()))
+    return after, compute_rates(before, after, await admin.fetch_status(), await admin.call(GetAutoscaling()))
 
 
-def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
+def _print(rows: Sequence[LoadRates], load: LoadView, *, once: bool) -> None:
     document = {"at": load.at, "rows": msgspec.to_builtins(rows), "unreachable": load.unreachable}
     if once:
         print_json(document)
@@ -203,7 +101,7 @@ def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
         print_json_line(msgspec.json.encode(document).decode())
 
 
-def _render(rows: Sequence[TopRow], load: LoadView) -> Group:
+def _render(rows: Sequence[LoadRates], load: LoadView) -> Group:
     drawn = render(_table(rows))
     for column in drawn.columns[1:8]:
         column.justify = "right"
@@ -214,7 +112,7 @@ def _render(rows: Sequence[TopRow], load: LoadView) -> Group:
     return Group(*shown)
 
 
-def _table(rows: Sequence[TopRow]) -> Table:
+def _table(rows: Sequence[LoadRates]) -> Table:
     made = table("name", "req/s", "errors/s", "p50", "p99", "queued", "in flight", "replicas", "autoscaling")
     for row in rows:
         is_bad = (row.errors_per_s or 0.0) > _ERROR_SHARE_BAD * (row.requests_per_s or 0.0)
@@ -233,7 +131,7 @@ def _table(rows: Sequence[TopRow]) -> Table:
     return made
 
 
-def _replicas(row: TopRow) -> str:
+def _replicas(row: LoadRates) -> str:
     if row.running is None:
         return "-" if row.wanted is None else f"?/{row.wanted}"
     return f"{row.running}/{row.wanted}"

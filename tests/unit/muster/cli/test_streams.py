@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import Result
 
-from muster.cli.top import quantile, top_rows
+from muster.client.rates import compute_rates, quantile
 from muster.client.requests import FeedMessage, StackAddress
 from serve_common.api.views import (
     AutoscalingView,
@@ -253,9 +253,9 @@ def test_rows_know_what_they_do_not_know() -> None:
         controller_id="c", epoch=1, store_available=True, snapshot_id=1, deployments=[], hosts=[], proxies=[]
     )
     before, after = load(1.0, 50, 0, {"1": 50, "+Inf": 50}), load(2.0, 5, 0, {"1": 5, "+Inf": 5})
-    [row] = top_rows(before, after, status, [])
+    [row] = compute_rates(before, after, status, [])
     assert (row.requests_per_s, row.p99_s, row.running) == (5.0, 0.99, None)
-    [same] = top_rows(after, msgspec.structs.replace(after, at=3.0), status, [])
+    [same] = compute_rates(after, msgspec.structs.replace(after, at=3.0), status, [])
     assert (same.requests_per_s, same.p50_s) == (0.0, None)
     assert BackendConfig().num_replicas == 1
 

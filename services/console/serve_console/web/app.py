@@ -1,0 +1,99 @@
+"""The application: all pages, static files, and errors as pages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from serve_common.errors import ServeError
+from serve_console.shell.sessions import PersonSession
+from serve_console.web.live import LiveStreams
+from serve_console.web.now import NowPage
+from serve_console.web.security import SecurityHeaders
+from serve_console.web.shared import PACKAGE, Shared
+from serve_console.web.sign_in import SignInPages
+
+_log = structlog.get_logger(__name__)
+
+_TITLES: Final = {
+    400: "That is not possible", 403: "Not allowed", 404: "There is no such page", 405: "Not allowed",
+    409: "Refused", 413: "That is too large", 429: "Too much at once", 503: "Not at the moment",
+}  # fmt: skip
+
+
+class _StaticFiles(StaticFiles):
+    """Static files whose address has their digest, so that browsers keep them for good."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+        return response
+
+
+def build_app(shared: Shared, sign_in: SignInPages) -> Starlette:
+    """The ASGI application of a console."""
+    streams = LiveStreams(shared)
+    routes: list[BaseRoute] = [
+        Mount(shared.renderer.static, _StaticFiles(directory=PACKAGE / "static")),
+        *sign_in.routes(shared),
+        *NowPage(shared, streams).routes(),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=_middleware(),
+        exception_handlers={
+            HTTPException: _Errors(shared).on_http_error,
+            ServeError: _Errors(shared).on_serve_error,
+            Exception: _Errors(shared).on_failure,
+        },
+    )
+
+
+def _middleware() -> Sequence[Middleware]:
+    return [Middleware(SecurityHeaders), Middleware(GZipMiddleware, minimum_size=600, compresslevel=4)]
+
+
+class _Errors:
+    """Shows errors as pages."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    async def on_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = "" if error.status_code == 404 else error.detail
+        return await self._page(request, error.status_code, message)
+
+    async def on_serve_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServeError)
+        return await self._page(request, error.status_hint, str(error))
+
+    async def on_failure(self, request: Request, error: Exception) -> Response:
+        _log.error("page_failed", path=request.url.path, exc_info=error)
+        return await self._page(request, 500, "The console's log has the details.")
+
+    async def _page(self, request: Request, status: int, message: str) -> Response:
+        session: PersonSession | None = None
+        with contextlib.suppress(ServeError):
+            session = await self._shared.find_session(request)
+        return self._shared.renderer.page(
+            request,
+            session,
+            "error.html",
+            status=status,
+            title=_TITLES.get(status, "That did not work"),
+            message=message,
+            error_status=status,
+        )

@@ -1,0 +1,140 @@
+"""One stream of server-sent events for each open tab: the parts of its page that changed.
+
+What tabs of the same page get is rendered once for all of them. A stream ends with its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final, TypeAlias, final
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from serve_console.core.system import System
+from serve_console.shell.sessions import PersonSession
+from serve_console.web.shared import Shared, get_banner
+
+STREAMS_MAX: Final = 500
+"""Most open tabs."""
+_SILENT_S: Final = 10.0
+"""Seconds of silence after which a comment shows that the connection lives."""
+_SHOWN_MAX: Final = 4
+"""Versions of a page whose tabs need no second copy of what they have."""
+
+
+@final
+class Fragment:
+    """One part of a page: what is sent for its element ``sse-swap="<name>"`` when ``key`` changes."""
+
+    def __init__(self, name: str, key: object, render: Callable[[], str]) -> None:
+        """``render`` is called at most once, and only if some tab needs it."""
+        self.name = name
+        self.key = key
+        self._render = render
+        self._message: bytes | None = None
+
+    @property
+    def message(self) -> bytes:
+        """The event as it is sent."""
+        if self._message is None:
+            self._message = encode_event(self.name, self._render())
+        return self._message
+
+
+Build: TypeAlias = Callable[[System], Sequence[Fragment]]
+
+
+def whole(name: str, html: str) -> Fragment:
+    """A fragment that is sent whenever its markup changes."""
+    return Fragment(name, html, lambda: html)
+
+
+def encode_event(name: str, data: str) -> bytes:
+    """An event of the format text/event-stream."""
+    lines = "".join(f"data: {line}\n" for line in data.split("\n")) or "data: \n"
+    return f"event: {name}\n{lines}\n".encode()
+
+
+@final
+class LiveStreams:
+    """All streams of the process."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._open = 0
+        self._built: dict[str, tuple[int, list[Fragment]]] = {}
+        self._shown: dict[str, dict[int, dict[str, object]]] = {}
+
+    def note_page(self, topic: str, system: System, build: Build) -> None:
+        """Note what a page shows that is rendered now, so that its stream begins with what changed since."""
+        self._build(topic, system, build)
+
+    def respond(self, request: Request, session: PersonSession, topic: str, build: Build) -> Response:
+        """The stream of a tab. ``topic`` names what tabs share: the page, its object, and the role if that matters."""
+        if self._open >= STREAMS_MAX:
+            return Response("too many open pages", status_code=503)
+        seen = request.query_params.get("seen", "")
+        keys = self._shown.get(topic, {}).get(int(seen) if seen.isdigit() else -1, {})
+        return StreamingResponse(
+            self._stream(session, topic, build, dict(keys)),
+            media_type="text/event-stream",
+            headers={"X-Accel-Buffering": "no"},
+        )
+
+    async def _stream(
+        self, session: PersonSession, topic: str, build: Build, sent: dict[str, object]
+    ) -> AsyncIterator[bytes]:
+        hub, version = self._shared.hub, -1
+        self._open += 1
+        try:
+            with hub.watch():
+                yield b"retry: 1000\n\n"
+                while not hub.is_closed:
+                    if session.is_over:
+                        yield encode_event("banner", self._signed_out())
+                        return
+                    try:
+                        async with asyncio.timeout(_SILENT_S):
+                            system = await hub.wait_newer(version)
+                    except TimeoutError:
+                        yield b": still here\n\n"
+                        continue
+                    version = system.version
+                    changed = self._find_changed(topic, system, build, sent)
+                    if changed:
+                        yield changed
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._built.clear()
+                self._shown.clear()
+
+    def _find_changed(self, topic: str, system: System, build: Build, sent: dict[str, object]) -> bytes:
+        messages = []
+        for fragment in self._build(topic, system, build):
+            if sent.get(fragment.name, fragment) != fragment.key:
+                sent[fragment.name] = fragment.key
+                messages.append(fragment.message)
+        return b"".join(messages)
+
+    def _build(self, topic: str, system: System, build: Build) -> list[Fragment]:
+        found = self._built.get(topic)
+        if found is None or found[0] != system.version:
+            found = (system.version, [self._banner(system), *build(system)])
+            self._built[topic] = found
+            recalled = self._shown.setdefault(topic, {})
+            recalled[system.version] = {fragment.name: fragment.key for fragment in found[1]}
+            while len(recalled) > _SHOWN_MAX:
+                del recalled[next(iter(recalled))]
+        return found[1]
+
+    def _banner(self, system: System) -> Fragment:
+        banner = get_banner(system)
+        if banner is None:
+            return whole("banner", "")
+        return whole("banner", self._shared.renderer.part("macros.html", "banner", **banner))
+
+    def _signed_out(self) -> str:
+        return self._shared.renderer.part("macros.html", "signed_out")

@@ -1,0 +1,84 @@
+"""What keeps other sites' pages and scripts out: headers of every response, and checks of every form."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+_SAFE: Final = frozenset({"GET", "HEAD"})
+_FORM_FIELDS_MAX: Final = 500
+_FORM_FILES_MAX: Final = 4
+FORM_PART_BYTES_MAX: Final = 32 * 1024 * 1024
+
+
+class SecurityHeaders:
+    """ASGI middleware: the headers above, ``no-store`` for pages, and refusal of requests from other sites."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def check_origin(request: Request) -> None:
+    """Refuse a form that another site's page sent. Raises `HTTPException`."""
+    origin = request.headers.get("origin")
+    if request.method in _SAFE or origin is None:
+        return
+    if urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower():
+        raise HTTPException(403, "The form was sent by a page of another site.")
+
+
+async def check_csrf(request: Request, token: str) -> None:
+    """Refuse a form without the token of its page. Raises `HTTPException`."""
+    check_origin(request)
+    token_sent = request.headers.get("x-csrf-token")
+    if token_sent is None:
+        form = await request.form(
+            max_fields=_FORM_FIELDS_MAX, max_files=_FORM_FILES_MAX, max_part_size=FORM_PART_BYTES_MAX
+        )
+        token_sent = str(form.get("csrf", ""))
+    if not hmac.compare_digest(token_sent.encode(), token.encode()):
+        raise HTTPException(403, "The page is too old to send this form; load it again.")
+
+
+def is_local_path(target: str) -> bool:
+    """Whether a redirect to ``target`` stays on this site."""
+    return target.startswith("/") and not target.startswith(("//", "/\\")) and "\n" not in target
+
+
+def sign_in_address(target: str) -> str:
+    """The sign-in page, which leads to ``target`` afterwards."""
+    return "/sign-in" if target == "/" or not is_local_path(target) else f"/sign-in?next={quote(target)}"
