@@ -6,10 +6,10 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def format_rate(value: float | None) -> str:
-    """A rate: two digits below 10, none from 100 on; a dash for what is unknown."""
+    """A rate: one digit after the point below 100; a dash for what is unknown."""
     if value is None:
         return UNKNOWN
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 99.95 or value == 0 else f"{value:.1f}"
 
 
 def format_count(value: float | None) -> str:

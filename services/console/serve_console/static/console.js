@@ -170,6 +170,7 @@
     drawCharts(() => false);
     each(".log", follow);
     each("[data-close]", (button) => { button.hidden = false; }, within);
+    each("[data-filter]", (input) => { if (input.value) filter(input); });
   }
 
   document.addEventListener("htmx:load", ({ target }) => prepare(target.parentElement ?? document));
@@ -186,6 +187,16 @@
       if (!panel.contains(target) || button?.matches("[data-close]")) panel.open = false;
     });
   });
+
+  // Filters: an input whose data-filter selects the rows that it hides by their first words.
+  function filter(input) {
+    const wanted = input.value.trim().toLowerCase();
+    each(input.dataset.filter, (row) => {
+      row.hidden = wanted !== "" && !row.firstElementChild?.textContent.toLowerCase().includes(wanted);
+    });
+  }
+
+  document.addEventListener("input", ({ target }) => { if (target.matches?.("[data-filter]")) filter(target); });
 
   document.addEventListener("keydown", ({ key }) => {
     if (key !== "Escape") return;

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from serve_console.core.now_page import NowGroup, NowRow, build_groups, compute_totals
+from serve_common.api.views import EventView
+from serve_console.core.now_page import NowGroup, NowRow, build_groups, compute_totals, find_attention
 from serve_console.core.system import System
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.live import Fragment, LiveStreams, whole
@@ -17,6 +18,8 @@ from serve_console.web.shared import Shared
 
 _PARTS: Final = "now_parts.html"
 _TOPIC: Final = "now"
+_LATEST: Final = 8
+"""Events that the page shows."""
 
 
 @final
@@ -34,6 +37,7 @@ class NowPage:
     async def _show(self, request: Request, session: PersonSession) -> Response:
         system = await self._shared.hub.fresh()
         self._streams.note_page(_TOPIC, system, self._build)
+        groups = build_groups(system)
         return self._shared.renderer.page(
             request,
             session,
@@ -42,7 +46,9 @@ class NowPage:
             live=f"/live/now?seen={system.version}",
             system=system,
             totals=compute_totals(system),
-            groups=build_groups(system),
+            groups=groups,
+            attention=find_attention(groups),
+            latest=self._get_latest(),
         )
 
     async def _live(self, request: Request, session: PersonSession) -> Response:
@@ -52,14 +58,22 @@ class NowPage:
         part = self._shared.renderer.part
         groups = build_groups(system)
         structure = tuple((group.name, tuple(row.name for row in group.rows)) for group in groups)
+        latest = self._get_latest()
         fragments = [
             whole("totals", part(_PARTS, "totals", compute_totals(system), system)),
+            whole("attention", part(_PARTS, "attention", find_attention(groups))),
+            Fragment("latest", latest, lambda: part(_PARTS, "latest", latest)),
             Fragment("groups", structure, lambda: part(_PARTS, "groups", groups)),
         ]
         for group in groups:
             fragments.append(self._head(group))
             fragments += [self._row(row) for row in group.rows]
         return fragments
+
+    def _get_latest(self) -> list[EventView]:
+        """The newest events, the newest first."""
+        events = self._shared.hub.events
+        return [events[-1 - index] for index in range(min(_LATEST, len(events)))]
 
     def _head(self, group: NowGroup) -> Fragment:
         key = (group.status, group.message, group.route)
