@@ -115,6 +115,7 @@ class Console:
         self._tasks.start(self._lag.run(), "loop lag")
         self._tasks.start(self._server.serve(sockets=[self._socket]), "pages")
         self._tasks.start(self._hub.run(), "hub")
+        self._tasks.start(self._hub.sample_load(), "load")
         self._tasks.start(self._hub.follow_events(), "events")
         self._tasks.start(self._watch_people(), "people")
         _log.info("console_serves", host=host, port=self.port)

@@ -77,7 +77,7 @@ class Hub:
     """The last state of the stack, recent events and loads; wakes those who wait for newer ones."""
 
     def __init__(self, sessions: Sessions, subjects: Subjects, listen: Listen, clock: Clock) -> None:
-        """``listen`` opens feeds, as `listen_to_stack` does. `run` and `follow_events` do the work."""
+        """``listen`` opens feeds, as `listen_to_stack` does. `run`, `sample_load` and `follow_events` do the work."""
         self.system: System = NOTHING_READ
         self.events: deque[EventView] = deque(maxlen=EVENTS_MAX)
         """The newest events, the oldest first."""
@@ -91,7 +91,6 @@ class Hub:
         self._changed = asyncio.Condition()
         self._poke = asyncio.Event()
         self._load: LoadView | None = None
-        self._load_read_at = 0.0
         self._all_read_at = 0.0
         self._events_are_whole = False
         self._is_closed = False
@@ -231,8 +230,6 @@ class Hub:
             rollouts = {view.backend_tag: view for view in await admin.call(GetRollouts())}
         if not self._events_are_whole:
             await self._read_events(reader)
-        if now - self._load_read_at >= _LOAD_S:
-            await self._read_load(reader, status, now)
         return System(
             version=0,
             read_at=now,
@@ -245,14 +242,21 @@ class Hub:
             trouble=None if status.store_available else _STORE_AWAY,
         )
 
-    async def _read_load(self, reader: PersonSession, status: StatusView, now: float) -> None:
-        """Sample the load. Where that fails the last sample stays: what matters more was read."""
-        self._load_read_at = now
-        try:
-            after = await reader.stack.live.call(GetLoad())
-        except ServeError as error:
-            _log.info("load_unreadable", reason=str(error))
-            return
+    async def sample_load(self) -> None:
+        """Sample the load again and again.
+
+        Why apart from `run`: a service that does not answer delays a sample, and must delay nothing else.
+        """
+        while True:
+            reader, status = self._sessions.find_reader(), self.system.status
+            if reader is not None and status is not None:
+                try:
+                    self._add_load(await reader.stack.live.call(GetLoad()), status)
+                except ServeError as error:
+                    _log.info("load_unreadable", reason=str(error))
+            await asyncio.sleep(_LOAD_S if self._watchers else _UNWATCHED_S)
+
+    def _add_load(self, after: LoadView, status: StatusView) -> None:
         before, self._load = self._load, after
         if before is None or after.at <= before.at:
             return
