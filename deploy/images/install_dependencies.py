@@ -20,7 +20,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-_OURS = "muster-"
+_OURS = re.compile(r"muster\b")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPTIONS = ["--quiet", "--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore"]
 
@@ -60,7 +60,7 @@ def requirements_of(file: Path) -> list[str]:
     text = file.read_text(encoding="utf-8")
     if file.name == "pyproject.toml":
         names: list[str] = tomllib.loads(text)["project"]["dependencies"]
-        return [name for name in names if not name.startswith(_OURS)]
+        return [name for name in names if not _OURS.match(name)]
     return [line for part in text.splitlines() if (line := part.partition("#")[0].strip())]
 
 

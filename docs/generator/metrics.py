@@ -7,6 +7,7 @@ from typing import Final
 
 from docs.generator.structs import GENERATED
 from serve_common.telemetry.catalogue import CATALOGUE
+from serve_common.telemetry.catalogue.consoles import CONSOLE_METRICS
 from serve_common.telemetry.catalogue.controllers import AUTOSCALER_METRICS, CONTROLLER_METRICS
 from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from serve_common.telemetry.catalogue.proxies import PROXY_METRICS
@@ -19,7 +20,7 @@ _HEAD: Final = f"""\
 
 {GENERATED}
 Every process serves `/metrics` in Prometheus' text format on its operations port: proxies on 9102, controllers on
-9101, replica hosts on 9103. Replica processes have no port of their own: what they count is on the page of their
+9101, replica hosts on 9103, consoles on 9104. Replica processes have no port of their own: what they count is on the page of their
 host, added up over the replicas of a backend, and stays in the counters when a replica ends.
 
 Units are base units: seconds, bytes, or what the row says. Counters end in `_total`. A histogram has the series
@@ -104,6 +105,7 @@ def page() -> str:
         _section("Controllers", CONTROLLER_METRICS),
         _section("Autoscaler", AUTOSCALER_METRICS, "Exported by the controller that leads."),
         _section("NATS servers", NATS_METRICS, _OF_NATS),
+        _section("Consoles", CONSOLE_METRICS),
         _section("Every service process", EVERYWHERE_METRICS),
         *(f"- `{group}`: {text}" for group, text in LIBRARY_GROUPS.items()),
         "",

@@ -13,6 +13,7 @@ import msgspec
 from muster import identities
 from muster.secrets import (
     ADMIN_PASSWORD_FILE,
+    FIRST_PERSON,
     PEOPLE_FILE,
     Secrets,
     SecretUnusable,
@@ -40,8 +41,6 @@ from serve_common.identities.people import (
 )
 from serve_common.identities.roles import Role
 
-FIRST_PERSON: Final = "admin"
-"""The person that `muster secrets` makes where no person is an admin."""
 _ENTROPY_BYTES: Final = 24
 _GENERATED: Final = re.compile(r"[0-9a-f]{48}")
 

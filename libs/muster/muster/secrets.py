@@ -36,6 +36,8 @@ NAMES: Final = ("postgres_password", "postgres_superuser_password", "grafana_adm
 """Passwords that every stack needs."""
 PEOPLE_FILE: Final = "console_users.json"
 """People who may sign in to the console, each with an identity that only their password opens."""
+FIRST_PERSON: Final = "admin"
+"""The person of the console that `generate` makes where no person is an admin."""
 ADMIN_PASSWORD_FILE: Final = "console_admin_password"  # noqa: S105 - a file's name
 """Password of the first of them, until another is set; no container needs it."""
 FILES: Final = (*NAMES, identities.OPERATOR_FILE, *identities.FILES, PEOPLE_FILE, ADMIN_PASSWORD_FILE)

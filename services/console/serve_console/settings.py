@@ -27,9 +27,9 @@ class TrustedSignIn(msgspec.Struct, frozen=True, kw_only=True):
     header: str
     """Header with the person's name."""
     role_header: str | None
-    """Header with the person's role: view, operate or admin; None: everybody has ``role``."""
+    """Header with the person's role: view, operate or admin; None: all have ``role``."""
     role: Role
-    """Role of whoever has none in a header."""
+    """Role of a person without one in a header."""
     networks: tuple[Network, ...]
     """Addresses of the proxies that are believed; from all others the headers are ignored."""
     credentials: dict[Role, str]

@@ -19,7 +19,7 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import LoopLag
 from serve_common.runtime.operations import OperationsServer, ProcessPages, register_process_metrics
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import RefusedMessages
+from serve_console.adapters.console_metrics import ConsoleMetrics
 from serve_console.adapters.people_file import PeopleFile
 from serve_console.adapters.person_stack import PersonStack
 from serve_console.settings import ConsoleSettings
@@ -91,7 +91,10 @@ class Console:
         self._socket: socket.socket | None = None
         registry = CollectorRegistry()
         lag = LoopLag()
-        register_process_metrics(registry, lag, {}, RefusedMessages(self._clock.now))
+        register_process_metrics(registry, lag, {}, None)
+        registry.register(
+            ConsoleMetrics(lambda: self._hub.watchers, lambda: len(self._sessions), sign_in.results)
+        )
         self._lag = lag
         self.operations = OperationsServer(
             settings.operations, ProcessPages(registry, readiness_error=self._readiness_error)

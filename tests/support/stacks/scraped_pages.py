@@ -14,6 +14,7 @@ from serve_common.telemetry.catalogue.specs import Exporter, MetricSpec
 ON_PAGE = {
     "proxy": {Exporter.PROXY},
     "controller": {Exporter.CONTROLLER},
+    "console": {Exporter.CONSOLE},
     "replica-host": {Exporter.HOST, Exporter.REPLICA},
 }
 """Whose metrics are on the page of which service."""

@@ -78,13 +78,14 @@ def move_when_empty(
             raise StackFailed(f"the stack did not stop within {_STOP_TIMEOUT_S:g} s")
         time.sleep(_START_POLL_S)
     # Only here: it imports what starts servers.
-    from muster.embedded.services import PROXY  # noqa: PLC0415 - as above
+    from muster.embedded.services import CONSOLE, PROXY  # noqa: PLC0415 - as above
 
     return start_stack(
         session,
         http_host or found.http_host,
         http_port,
         has_proxy=any(process.name == PROXY for process in found.processes),
+        has_console=any(process.name == CONSOLE for process in found.processes),
         state_dir=Path(found.state_dir),
     )
 
@@ -95,7 +96,13 @@ async def _serves_something(stack: Stack, _progress: Progress) -> bool:
 
 
 def start_stack(
-    session: Session, http_host: str, http_port: int, *, has_proxy: bool, state_dir: Path | None = None
+    session: Session,
+    http_host: str,
+    http_port: int,
+    *,
+    has_proxy: bool,
+    has_console: bool = True,
+    state_dir: Path | None = None,
 ) -> Started:
     """Start `muster up` in a session of its own, whose output goes into a file, and wait until it is ready.
 
@@ -116,6 +123,7 @@ def start_stack(
                 "--http-port",
                 str(http_port),
                 *([] if has_proxy else ["--no-http"]),
+                *([] if has_console else ["--no-console"]),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

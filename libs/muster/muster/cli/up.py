@@ -25,7 +25,7 @@ from muster.embedded.leftovers import kill_marked
 from muster.embedded.options import CHECKOUT, DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import RunRecord
-from muster.secrets import Secrets
+from muster.secrets import ADMIN_PASSWORD_FILE, FIRST_PERSON, Secrets
 from serve_common.api.commands import Deploy
 from serve_common.api.queries import GetDeploymentInfo
 from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus
@@ -69,7 +69,7 @@ class UpReport:
     def starting(self) -> None:
         """Report that the stack starts."""
         if not self._as_json:
-            self._print("starting the stack: NATS, Postgres, controller, replica host, proxy")
+            self._print("starting the stack: NATS, Postgres, controller, replica host, proxy, console")
 
     def ready(self, record: RunRecord, seconds: float) -> None:
         """Report that everything is ready, with addresses and paths."""
@@ -78,6 +78,7 @@ class UpReport:
             return
         rows = {
             "HTTP": record.http_url,
+            **self._get_console_rows(record),
             "NATS": f"{record.nats_url}  (nats --creds {self._relative(record.secrets)}/admin.creds)",
             "NATS monitor": record.nats_monitor_url,
             "Postgres": record.postgres_dsn,
@@ -90,6 +91,15 @@ class UpReport:
         width = max(map(len, rows)) + 2
         lines = [f"ready after {seconds:.1f} s", "", *(f"  {k:<{width}}{v}" for k, v in rows.items()), ""]
         self._print("\n".join(lines))
+
+    def _get_console_rows(self, record: RunRecord) -> dict[str, str]:
+        if not record.console_url:
+            return {}
+        password = Path(record.secrets) / ADMIN_PASSWORD_FILE
+        how = "with what 'muster console user set-password' set"
+        if password.is_file():
+            how = f"with the password in {self._relative(str(password))}"
+        return {"console": f"{record.console_url}  (sign in as {FIRST_PERSON} {how})"}
 
     def example(self, lines: list[str], *, is_serving: bool) -> None:
         """Report the outcome of deploying the example."""
@@ -373,6 +383,19 @@ def up(
             "--http/--no-http", help="Whether there is a proxy; without, only handles and NATS call."
         ),
     ] = True,
+    console: Annotated[
+        bool, typer.Option("--console/--no-console", help="Whether there is a console: pages for a browser.")
+    ] = True,
+    console_port: Annotated[
+        int,
+        typer.Option(
+            "--console-port",
+            metavar="PORT",
+            min=0,
+            max=65_535,
+            help="Port of the console on 127.0.0.1; a free one is used when it is taken.",
+        ),
+    ] = 8080,
     deploy_example: Annotated[
         bool, typer.Option("--deploy-example", help="Deploy examples/digits unless it is already deployed.")
     ] = False,
@@ -383,9 +406,10 @@ def up(
     Example:
       muster up --deploy-example
 
-    Runs NATS, Postgres, a controller, a replica host with Ray and a proxy, and restarts each when it dies. State is
-    kept: what is deployed is back at the next start. Ctrl-C stops everything in order, and the exit code is then 0; a
-    second Ctrl-C kills at once. With --json, prints a line of JSON for each event; 'stack_ready' has the addresses.
+    Runs NATS, Postgres, a controller, a replica host with Ray, a proxy and a console, and restarts each when it dies.
+    State is kept: what is deployed is back at the next start. Ctrl-C stops everything in order, and the exit code is
+    then 0; a second Ctrl-C kills at once. With --json, prints a line of JSON for each event; 'stack_ready' has the
+    addresses.
     """
     session = get_session(context)
     with session.reporting(as_json=as_json):
@@ -396,6 +420,8 @@ def up(
             num_cpus=num_cpus,
             proxy_processes=proxy_processes,
             has_proxy=http,
+            has_console=console,
+            console_port=console_port,
         )
         report = UpReport(directory=session.directory, as_json=as_json)
         stack = session.make_embedded(

@@ -71,8 +71,14 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Operations port of the proxy; replaced by a free one if taken."""
     host_ops_port: int = 9103
     """Operations port of the replica host; replaced by a free one if taken."""
+    console_port: int = 8080
+    """Port of the console's pages, on the loopback; replaced by a free one if taken."""
+    console_ops_port: int = 9104
+    """Operations port of the console; replaced by a free one if taken."""
     has_proxy: bool = True
     """Whether a proxy runs; without one, deployments are called by handles only."""
+    has_console: bool = False
+    """Whether a console runs; a program that starts a stack for itself needs none."""
     proxy_processes: int = 1
     """Proxy processes that share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None

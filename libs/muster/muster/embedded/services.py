@@ -1,4 +1,4 @@
-"""The embedded nats-server and the three services as processes, configured by the same variables as in compose.
+"""The embedded nats-server and the services as processes, configured by the same variables as in compose.
 
 Why nothing else, and nats.conf is the very file of compose: what works here then works there, and vice versa.
 """
@@ -19,7 +19,7 @@ from muster.embedded.options import StackFailed, StackOptions, StatePaths
 from muster.embedded.postgres import POSTGRES, postgres_dsn, without_libpq
 from muster.embedded.process import ProcessSpec, http_probe
 from muster.identities import SERVER_FILE
-from muster.secrets import Secrets
+from muster.secrets import PEOPLE_FILE, Secrets
 from serve_common.identities.roles import Role
 from serve_common.runtime.child_process import ensure_private_directory, quarantine
 
@@ -89,12 +89,17 @@ def _binary() -> str:
     return found
 
 
-CONTROLLER, HOST, PROXY = "controller", "replica-host", "proxy"
-_MODULES = {CONTROLLER: "serve_controller", HOST: "serve_replica_host", PROXY: "serve_proxy"}
+CONTROLLER, HOST, PROXY, CONSOLE = "controller", "replica-host", "proxy", "console"
+_MODULES = {
+    CONTROLLER: "serve_controller",
+    HOST: "serve_replica_host",
+    PROXY: "serve_proxy",
+    CONSOLE: "serve_console",
+}
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 _DRAIN_TIMEOUT_S = 2
 """Shorter than in a container: Ctrl-C must end the whole stack within 10 s."""
-_STOP_TIMEOUTS_S = {CONTROLLER: 1.5, HOST: 4.0, PROXY: 2.5}
+_STOP_TIMEOUTS_S = {CONTROLLER: 1.5, HOST: 4.0, PROXY: 2.5, CONSOLE: 1.0}
 
 
 class ServiceSpecs:
@@ -107,16 +112,22 @@ class ServiceSpecs:
         secrets: Secrets,
         ports: Mapping[str, int],
         ray_dir: Path,
+        *,
+        http_url: str = "",
     ) -> None:
-        """``ray_dir`` must be short enough for the unix sockets that Ray puts below it."""
+        """``ray_dir`` must be short enough for the unix sockets that Ray puts below it.
+
+        ``http_url`` is where the proxy is reached, for the console's pages.
+        """
         self._paths = paths
         self._options = options
         self._secrets = secrets
         self._ports = ports
         self._ray_dir = ray_dir
+        self._http_url = http_url
 
     def all(self, environment: Mapping[str, str]) -> list[ProcessSpec]:
-        """Specifications in start order; they stop in reverse order, the proxy first."""
+        """Specifications in start order; they stop in reverse order, the console first."""
         environment = self._with_bytecode(_without_other_credentials(environment))
         specs = [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
@@ -124,6 +135,8 @@ class ServiceSpecs:
         ]
         if self._options.has_proxy:
             specs.append(self._spec(PROXY, environment, self._proxy(environment), (NATS,)))
+        if self._options.has_console:
+            specs.append(self._spec(CONSOLE, environment, self._console(environment), ()))
         return specs
 
     def _with_bytecode(self, environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -221,6 +234,17 @@ class ServiceSpecs:
             "MUSTER_HTTP_CLOSES_WHEN_SHUT_DOWN": "1",
             "MUSTER_PROXY_PROCESSES": str(self._options.proxy_processes),
             "MUSTER_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
+        }
+
+    def _console(self, environment: Mapping[str, str]) -> dict[str, str]:
+        http_url = "" if not self._options.has_proxy else self._http_url
+        return {
+            **self._bus("console_ops"),
+            "MUSTER_CONSOLE_USERS_FILE": str(self._secrets.path(PEOPLE_FILE)),
+            "MUSTER_CONSOLE_HOST": "127.0.0.1",
+            "MUSTER_CONSOLE_PORT": str(self._ports["console"]),
+            "MUSTER_CONSOLE_HTTP_URL": environment.get("MUSTER_CONSOLE_HTTP_URL") or http_url,
+            "MUSTER_CONSOLE_APPS_DIR": environment.get("MUSTER_CONSOLE_APPS_DIR") or str(self._app_root),
         }
 
 

@@ -36,6 +36,7 @@ from muster.embedded.run_record import (
     write_record,
 )
 from muster.embedded.services import (
+    CONSOLE,
     CONTROLLER,
     HOST,
     NATS,
@@ -84,6 +85,8 @@ def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> Chose
         "nats_monitor": 0,
         "postgres": 0,
     }
+    if options.has_console:
+        wanted |= {"console": options.console_port, "console_ops": options.console_ops_port}
     by_use: dict[str, int] = {}
     holders: list[socket.socket] = []
     notices = []
@@ -112,6 +115,8 @@ _NAMES = {
     "controller_ops": "the controller's operations port",
     "proxy_ops": "the proxy's operations port",
     "host_ops": "the replica host's operations port",
+    "console": "the console",
+    "console_ops": "the console's operations port",
 }
 
 
@@ -301,7 +306,9 @@ class EmbeddedStack:
         self._record = self._new_record(stack_id, ports)
         postgres = EmbeddedPostgres(paths, options, passwords, ports["postgres"])
         postgres.prepare()
-        services = ServiceSpecs(paths, options, passwords, ports, self._ray_dir)
+        services = ServiceSpecs(
+            paths, options, passwords, ports, self._ray_dir, http_url=self._record.http_url
+        )
         environment = {
             name: value for name, value in os.environ.items() if name not in (STACK_MARK, PROCESS_MARK)
         }
@@ -309,7 +316,7 @@ class EmbeddedStack:
         return [self._substitute(spec) for spec in specs]
 
     def _new_record(self, stack_id: str, ports: dict[str, int]) -> RunRecord:
-        ops = {CONTROLLER: "controller_ops", PROXY: "proxy_ops", HOST: "host_ops"}
+        ops = {CONTROLLER: "controller_ops", PROXY: "proxy_ops", HOST: "host_ops", CONSOLE: "console_ops"}
         has_tls = self._options.http_cert_file or os.environ.get("MUSTER_HTTP_TLS_CERT_FILE")
         scheme = "https" if has_tls else "http"
         return RunRecord(
@@ -322,7 +329,8 @@ class EmbeddedStack:
             postgres_dsn=postgres_dsn(ports["postgres"]),
             secrets=str(self._paths.secrets),
             ports=ports,
-            ops_urls={name: f"http://127.0.0.1:{ports[use]}" for name, use in ops.items()},
+            ops_urls={name: f"http://127.0.0.1:{ports[use]}" for name, use in ops.items() if use in ports},
+            console_url=f"http://127.0.0.1:{ports['console']}" if "console" in ports else "",
             http_host=self._options.http_host,
             is_background=bool(os.environ.get(STARTED_IN_BACKGROUND)),
         )

@@ -284,9 +284,13 @@ def register_process_metrics(
     registry: CollectorRegistry,
     lag: LoopLag,
     connections: Mapping[str, Callable[[], bool]],
-    refused: RefusedMessages,
+    refused: RefusedMessages | None,
 ) -> None:
-    """Export process metrics by ``registry``; ``connections`` return whether they are up, by the label's value."""
+    """Export process metrics by ``registry``; ``connections`` return whether they are up, by the label's value.
+
+    A process without connections of its own has no metrics of them, and one that receives no messages from services
+    none of ``refused``.
+    """
     # Those are one more series per counter, with nothing but its creation time.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry.register(_ProcessCollector(lag, connections, refused))
@@ -330,7 +334,7 @@ def add_observations(
 @final
 class _ProcessCollector(Collector):
     def __init__(
-        self, lag: LoopLag, connections: Mapping[str, Callable[[], bool]], refused: RefusedMessages
+        self, lag: LoopLag, connections: Mapping[str, Callable[[], bool]], refused: RefusedMessages | None
     ) -> None:
         self._refused = refused
         self._lag = lag
@@ -341,13 +345,14 @@ class _ProcessCollector(Collector):
         add_observations(lag, [], LOOP_LAG.buckets, list(observed.counts), observed.total)
         yield lag
         connections = self._connections.items()
-        yield build_family(BUS_CONNECTED, (([name], is_connected()) for name, is_connected in connections))
-        yield build_single(BUS_IDENTITIES, has_identity())
+        if connections:
+            yield build_family(BUS_CONNECTED, (([name], is_up()) for name, is_up in connections))
+            yield build_single(BUS_IDENTITIES, has_identity())
         dropped = dropped_lines.by_reason()
         yield build_family(LOG_LINES_DROPPED, (([reason], lines) for reason, lines in dropped.items()))
-        yield build_family(
-            REFUSED_MESSAGES, (([kind], count) for kind, count in self._refused.counts.items())
-        )
+        if self._refused is not None:
+            refused = self._refused.counts.items()
+            yield build_family(REFUSED_MESSAGES, (([kind], count) for kind, count in refused))
 
 
 def register_trace_metrics(registry: CollectorRegistry, tracing: OtlpTracing | None) -> None:

@@ -188,27 +188,36 @@ class Hub:
 
     async def _read(self, reader: PersonSession) -> None:
         try:
-            system = await self._read_system(reader)
-        except BusAuthorizationFailed as error:
-            _log.warning("session_refused", person=reader.person.name, reason=str(error))
-            await self._sessions.end_session(reader)
-            if self._sessions.find_reader() is not None:
-                self._poke.set()
-                return
-            system = msgspec.structs.replace(self.system, trouble=_REFUSED)
-        except BusUnavailable:
-            system = msgspec.structs.replace(self.system, trouble=_BUS_AWAY)
-        except (NoListeners, NoReply, TransientError, FencedOut) as error:
-            _log.info("no_leader_answers", reason=str(error))
-            system = msgspec.structs.replace(self.system, trouble=_LEADER_AWAY)
+            system: System | None = await self._read_system(reader)
         except ServeError as error:
-            _log.warning("status_unreadable", reason=str(error))
-            system = msgspec.structs.replace(
-                self.system, trouble=Trouble("leader", f"The status cannot be read: {error}", "")
-            )
+            system = await self._explain(reader, error)
+        if system is None:
+            self._poke.set()
+            return
         if system.trouble is not None and system.trouble.kind != "store":
             self._events_are_whole = False
         await self._show(system)
+
+    async def _explain(self, reader: PersonSession, error: ServeError) -> System | None:
+        """The last state with why nothing newer could be read; None: another session shall read at once."""
+        if reader.is_over:  # somebody signed out meanwhile
+            return None
+        match error:
+            case BusAuthorizationFailed():
+                _log.warning("session_refused", person=reader.person.name, reason=str(error))
+                await self._sessions.end_session(reader)
+                if self._sessions.find_reader() is not None:
+                    return None
+                trouble = _REFUSED
+            case BusUnavailable():
+                trouble = _BUS_AWAY
+            case NoListeners() | NoReply() | TransientError() | FencedOut():
+                _log.info("no_leader_answers", reason=str(error))
+                trouble = _LEADER_AWAY
+            case _:
+                _log.warning("status_unreadable", reason=str(error))
+                trouble = Trouble("leader", f"The status cannot be read: {error}", "")
+        return msgspec.structs.replace(self.system, trouble=trouble)
 
     async def _show(self, system: System) -> None:
         self.system = msgspec.structs.replace(system, version=self.system.version + 1)

@@ -109,6 +109,10 @@ class Sessions:
         session.used_at = self._clock.now()
         return session
 
+    def has(self, token: str) -> bool:
+        """Whether there is a session of that cookie; this does not use it."""
+        return token in self._sessions
+
     def find_reader(self) -> PersonSession | None:
         """The session whose rights read what all share: the one that began last, as its identity is the newest."""
         alive = [session for session in self._sessions.values() if not self._is_old(session)]

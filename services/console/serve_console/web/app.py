@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Final
 
 import structlog
@@ -15,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
-from serve_common.errors import ServeError
+from serve_common.errors import BusAuthorizationFailed, ServeError
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.live import LiveStreams
 from serve_console.web.now import NowPage
-from serve_console.web.security import SecurityHeaders
+from serve_console.web.security import BODY_BYTES_MAX, SecurityHeaders
 from serve_console.web.shared import PACKAGE, Shared
 from serve_console.web.sign_in import SignInPages
 
@@ -42,7 +41,7 @@ class _StaticFiles(StaticFiles):
         return response
 
 
-def build_app(shared: Shared, sign_in: SignInPages) -> Starlette:
+def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
     """The ASGI application of a console."""
     streams = LiveStreams(shared)
     routes: list[BaseRoute] = [
@@ -50,19 +49,19 @@ def build_app(shared: Shared, sign_in: SignInPages) -> Starlette:
         *sign_in.routes(shared),
         *NowPage(shared, streams).routes(),
     ]
-    return Starlette(
+    errors = _Errors(shared)
+    app = Starlette(
         routes=routes,
-        middleware=_middleware(),
+        middleware=[Middleware(GZipMiddleware, minimum_size=600, compresslevel=4)],
         exception_handlers={
-            HTTPException: _Errors(shared).on_http_error,
-            ServeError: _Errors(shared).on_serve_error,
-            Exception: _Errors(shared).on_failure,
+            HTTPException: errors.on_http_error,
+            ServeError: errors.on_serve_error,
+            Exception: errors.on_failure,
         },
+        max_body_size=BODY_BYTES_MAX,
     )
-
-
-def _middleware() -> Sequence[Middleware]:
-    return [Middleware(SecurityHeaders), Middleware(GZipMiddleware, minimum_size=600, compresslevel=4)]
+    # Around everything: Starlette's own middlewares would be within what shows the page of a failure.
+    return SecurityHeaders(app)
 
 
 class _Errors:
@@ -78,7 +77,9 @@ class _Errors:
 
     async def on_serve_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, ServeError)
-        return await self._page(request, error.status_hint, str(error))
+        # NATS forbids it to the person's role, or the session has ended meanwhile.
+        status = 403 if isinstance(error, BusAuthorizationFailed) else error.status_hint
+        return await self._page(request, status, str(error))
 
     async def on_failure(self, request: Request, error: Exception) -> Response:
         _log.error("page_failed", path=request.url.path, exc_info=error)

@@ -73,6 +73,8 @@ class LiveStreams:
 
     def respond(self, request: Request, session: PersonSession, topic: str, build: Build) -> Response:
         """The stream of a tab. ``topic`` names what tabs share: the page, its object, and the role if that matters."""
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")  # its stream would never end
         if self._open >= STREAMS_MAX:
             return Response("too many open pages", status_code=503)
         seen = request.query_params.get("seen", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from typing import Final
 from urllib.parse import quote, urlsplit
 
@@ -23,10 +24,15 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+_UNSAFE: Final = re.compile(r"[\x00-\x20\x7f\\]")
 _SAFE: Final = frozenset({"GET", "HEAD"})
 _FORM_FIELDS_MAX: Final = 500
 _FORM_FILES_MAX: Final = 4
 FORM_PART_BYTES_MAX: Final = 32 * 1024 * 1024
+BODY_BYTES_MAX: Final = 48 * 1024 * 1024
+"""Largest body of any request."""
+SIGN_IN_BYTES_MAX: Final = 64 * 1024
+"""Largest body of a form for which nobody has to be signed in."""
 
 
 class SecurityHeaders:
@@ -76,7 +82,8 @@ async def check_csrf(request: Request, token: str) -> None:
 
 def is_local_path(target: str) -> bool:
     """Whether a redirect to ``target`` stays on this site."""
-    return target.startswith("/") and not target.startswith(("//", "/\\")) and "\n" not in target
+    # Browsers take a backslash for a slash, and leave control characters out.
+    return target.startswith("/") and not target.startswith("//") and _UNSAFE.search(target) is None
 
 
 def sign_in_address(target: str) -> str:

@@ -19,12 +19,19 @@ from muster.client.requests import StackAddress
 from serve_common.clock import Clock
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable, LimitReached, ServeError
 from serve_common.identities.credentials import CredentialsUnusable
-from serve_common.identities.people import CHOSEN_COSTS, PasswordWrong, Person, check_person_name, open_person
+from serve_common.identities.people import (
+    CHOSEN_COSTS,
+    NAME_LENGTH_MAX,
+    PasswordWrong,
+    Person,
+    check_person_name,
+    open_person,
+)
 from serve_common.identities.roles import Role
 from serve_console.core.attempts import Attempts
 from serve_console.settings import ConsoleSettings, TrustedSignIn
 from serve_console.shell.sessions import PersonSession, Sessions, StackPort
-from serve_console.web.security import check_csrf, check_origin, is_local_path
+from serve_console.web.security import SIGN_IN_BYTES_MAX, check_csrf, check_origin, is_local_path
 from serve_console.web.shared import Renderer, Shared
 
 _log = structlog.get_logger(__name__)
@@ -42,6 +49,13 @@ _UNKNOWN_PERSON: Final = Person(
 )  # fmt: skip
 """Opened in place of an unknown person, so that the time tells no names."""
 
+_RESULTS: Final[dict[type[ServeError], str]] = {
+    PasswordWrong: "wrong",
+    LimitReached: "limited",
+    BusUnavailable: "bus_away",
+}
+
+ClientAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 OpenStack = Callable[[StackAddress, str], StackPort]
 
 
@@ -68,6 +82,9 @@ class SignIn:
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._waiting = 0
         self._trusted: dict[tuple[str, Role], str] = {}
+        self._trusted_starts = asyncio.Lock()
+        self.results = dict.fromkeys(("ok", *dict.fromkeys(_RESULTS.values()), "refused"), 0)
+        """Attempts to sign in so far, by what became of them."""
 
     async def find(self, request: Request) -> PersonSession | None:
         """The session of a request's cookie, or of the person whom a trusted proxy names."""
@@ -79,30 +96,51 @@ class SignIn:
 
     async def _find_trusted(self, request: Request, trusted: TrustedSignIn) -> PersonSession | None:
         name = request.headers.get(trusted.header, "")
-        client = None if request.client is None else ipaddress.ip_address(request.client.host)
+        client = parse_client(request)
         if not name or client is None or not any(client in network for network in trusted.networks):
             return None
         try:
             check_person_name(name)
         except ServeError:
             return None
-        text = request.headers.get(trusted.role_header, "") if trusted.role_header else trusted.role.value
+        text = (
+            request.headers.get(trusted.role_header) if trusted.role_header else None
+        ) or trusted.role.value
         role = {each.value: each for each in trusted.credentials}.get(text)
         if role is None:
             return None
-        session = self._sessions.find(self._trusted.get((name, role), ""))
-        if session is None:
-            identity = await asyncio.to_thread(Path(trusted.credentials[role]).read_text, encoding="utf-8")
-            stack = self._open_stack(address_of_person(self._settings.stack, name, role, identity), name)
-            token, session = await self._sessions.start(name, role, stack, "")
-            self._trusted = {
-                key: cookie for key, cookie in self._trusted.items() if self._sessions.find(cookie)
-            }
-            self._trusted[name, role] = token
+        async with self._trusted_starts:  # a browser's first requests come at once, and are of one session
+            session = self._sessions.find(self._trusted.get((name, role), ""))
+            return session or await self._start_trusted(name, role, trusted.credentials[role])
+
+    async def _start_trusted(self, name: str, role: Role, path: str) -> PersonSession:
+        try:
+            identity = await asyncio.to_thread(Path(path).read_text, encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            _log.error("credentials_unreadable", path=path, reason=str(error))
+            raise CredentialsUnusable(f"the file of the role {role.value} cannot be read") from error
+        stack = self._open_stack(address_of_person(self._settings.stack, name, role, identity), name)
+        token, session = await self._sessions.start(name, role, stack, "")
+        self._trusted = {key: cookie for key, cookie in self._trusted.items() if self._sessions.has(cookie)}
+        self._trusted[name, role] = token
+        self.results["ok"] += 1
         return session
 
     async def start(self, name: str, password: str, address: str) -> tuple[str, PersonSession]:
-        """Sign a person in. Raises `PasswordWrong`, `LimitReached`, `BusUnavailable`, `BusAuthorizationFailed`."""
+        """Sign a person in; ``address`` is the browser's.
+
+        Raises `PasswordWrong`, `LimitReached`, `BusUnavailable`, `BusAuthorizationFailed`, and `CredentialsUnusable`
+        for an identity that is none.
+        """
+        try:
+            started = await self._start(name, password, address)
+        except ServeError as error:
+            self.results[_RESULTS.get(type(error), "refused")] += 1
+            raise
+        self.results["ok"] += 1
+        return started
+
+    async def _start(self, name: str, password: str, address: str) -> tuple[str, PersonSession]:
         now = self._clock.now()
         wait_s = max(self._by_name.get_delay_s(name, now), self._by_address.get_delay_s(address, now))
         if wait_s > 0:
@@ -116,6 +154,8 @@ class SignIn:
         identity = await self._open(_UNKNOWN_PERSON if person is None else person, password)
         if person is None:
             raise PasswordWrong(_WRONG)
+        self._by_name.succeed(name)
+        self._by_address.succeed(address)
         stack = self._open_stack(
             address_of_person(self._settings.stack, person.name, person.role, identity), person.name
         )
@@ -125,8 +165,6 @@ class SignIn:
         except BaseException:
             await stack.close()
             raise
-        self._by_name.succeed(name)
-        self._by_address.succeed(address)
         return started
 
     async def _open(self, person: Person, password: str) -> str:
@@ -138,6 +176,24 @@ class SignIn:
             raise PasswordWrong(_WRONG) from error
         finally:
             self._waiting -= 1
+
+
+def parse_client(request: Request) -> ClientAddress | None:
+    """The address that a request came from; an IPv4 one also where the socket is IPv6. None: it is unknown."""
+    try:
+        address = ipaddress.ip_address("" if request.client is None else request.client.host)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+def get_attempts_key(client: ClientAddress) -> str:
+    """What attempts are counted by: with IPv6 the network, as one machine has all addresses of it."""
+    if isinstance(client, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((int(client), 64), strict=False))
+    return str(client)
 
 
 def get_proofs(people: dict[str, Person]) -> dict[str, str]:
@@ -161,7 +217,7 @@ class SignInPages:
         """Their routes."""
         return [
             Route("/sign-in", self._show, methods=["GET"]),
-            Route("/sign-in", self._submit, methods=["POST"]),
+            Route("/sign-in", self._submit, methods=["POST"], max_body_size=SIGN_IN_BYTES_MAX),
             shared.post("/sign-out", self._sign_out),
         ]
 
@@ -176,7 +232,9 @@ class SignInPages:
         await check_csrf(request, request.cookies.get(_FORM_COOKIE) or secrets.token_hex())
         form = await request.form()
         name, password, target = (str(form.get(key, "")) for key in ("name", "password", "next"))
-        address = "" if request.client is None else request.client.host
+        name = name.strip()[:NAME_LENGTH_MAX]
+        client = parse_client(request)
+        address = "" if client is None else get_attempts_key(client)
         try:
             token, _ = await self._sign_in.start(name, password, address)
         except (PasswordWrong, LimitReached) as error:

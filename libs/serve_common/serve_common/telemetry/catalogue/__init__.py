@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from serve_common.telemetry.catalogue.consoles import CONSOLE_METRICS
 from serve_common.telemetry.catalogue.controllers import AUTOSCALER_METRICS, CONTROLLER_METRICS
 from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
 from serve_common.telemetry.catalogue.proxies import PROXY_METRICS
@@ -27,6 +28,7 @@ CATALOGUE: Final[tuple[MetricSpec, ...]] = (
     *AUTOSCALER_METRICS,
     *ROLLOUT_METRICS,
     *NATS_METRICS,
+    *CONSOLE_METRICS,
     *EVERYWHERE_METRICS,
 )
 

@@ -8,6 +8,7 @@ from serve_common.telemetry.catalogue.replicas import LAG_BUCKETS
 from serve_common.telemetry.catalogue.specs import Exporter, MetricKind, MetricSpec
 
 _SERVICES: Final = (Exporter.PROXY, Exporter.HOST, Exporter.CONTROLLER)
+_EVERYWHERE: Final = (*_SERVICES, Exporter.CONSOLE)
 
 LOOP_LAG: Final = MetricSpec(
     name="serve_loop_lag_seconds",
@@ -16,7 +17,7 @@ LOOP_LAG: Final = MetricSpec(
     "A process without enough CPU, or one whose loop is blocked, shows here first.",
     unit="seconds",
     buckets=LAG_BUCKETS,
-    exporters=_SERVICES,
+    exporters=_EVERYWHERE,
 )
 BUS_CONNECTED: Final = MetricSpec(
     name="serve_bus_connected",
@@ -66,7 +67,7 @@ LOG_LINES_DROPPED: Final = MetricSpec(
     "A full disk shows here, and ends nothing.",
     unit="lines",
     labels=("reason",),
-    exporters=_SERVICES,
+    exporters=_EVERYWHERE,
 )
 
 REFUSED_MESSAGES: Final = MetricSpec(

@@ -52,7 +52,8 @@ LABELS: Final = {
     "outcome": LabelSpec(
         meaning="What became of it: of a shadow's copy `answered`, `error`, `failed` or `skipped`; of an effect and "
         "of a load `ok` or what went wrong; of a reading whether it is whole; of a rollout `promoted`, `aborted` or "
-        "`superseded`.",
+        "`superseded`; of an attempt to sign in `ok`, `wrong` (name or password), `limited` (too many attempts), "
+        "`bus_away` or `refused` (by NATS).",
         bound="Words of the code.",
     ),
     "reason": LabelSpec(
@@ -133,6 +134,7 @@ class Exporter(Enum):
 
     PROXY = "proxy"
     CONTROLLER = "controller"
+    CONSOLE = "console"
     HOST = "host"
     """Exported by the host process itself."""
     REPLICA = "replica"
