@@ -137,8 +137,8 @@ compose-up: secrets ## Build and start the containers, wait until all are health
 	else echo "$(GRAFANA_IMAGE) cannot be pulled: Grafana is left out"; \
 	docker compose -f compose.yaml -f deploy/grafana/left-out.yaml up -d --build --wait; fi
 
-upgrade: $(STAMP) ## Build anew, and replace replica hosts, proxies and controllers one at a time, without a failed request
-	docker compose build --quiet controller proxy replica-host
+upgrade: $(STAMP) ## Build anew, and replace replica hosts, proxies, controllers and the console one at a time, without a failed request
+	docker compose build --quiet controller proxy replica-host console
 	deploy/upgrade.sh
 
 compose-down: ## Stop the containers (volumes are kept)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Replaces the containers of replica hosts, then of proxies, then of controllers, one at a time and without failing a
-# request, by those of the images and the configuration that there are now: `make upgrade`. docs/how-to/upgrade.md has
+# request, then the console's (people sign in again), by those of the images and the configuration that there are now: `make upgrade`. docs/how-to/upgrade.md has
 # the same by hand.
 #
 # A new container serves before an old one is emptied, stopped and removed, so there is one more of a service meanwhile.
@@ -72,3 +72,9 @@ docker compose up -d --no-recreate --scale $service=$count" >&2' ERR
     done
     echo "$service: $count up to date"
 done
+
+# It has one port on the machine, so there cannot be two; no request passes through it.
+if [ -n "$(containers console)" ]; then
+    docker compose --progress quiet up --detach --no-deps --no-build console
+    echo "console: up to date"
+fi

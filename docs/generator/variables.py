@@ -21,6 +21,8 @@ from serve_common.runtime.settings import (
     read_bus_settings,
     read_operations_settings,
 )
+from serve_console.settings import ConsoleSettings, TrustedSignIn
+from serve_console.settings import read_settings as read_console_settings
 from serve_controller.settings import ControllerSettings, PrometheusSettings
 from serve_controller.settings import read_settings as read_controller_settings
 from serve_proxy.middlewares.cors import read_cors_rules
@@ -91,6 +93,9 @@ class Section(NamedTuple):
 
 
 _PRESENT: Final = {
+    "MUSTER_CONSOLE_TRUSTED_FROM": "127.0.0.1",
+    "MUSTER_CONSOLE_TRUSTED_HEADER": "X-Forwarded-User",
+    "MUSTER_CONSOLE_VIEW_CREDS_FILE": "/secrets/view.creds",
     "MUSTER_CORS_ALLOW_ORIGINS": "https://example.org",
     "MUSTER_CRASH_PROBABILITY": "0.1",
     "MUSTER_NATS_PASSWORD": "a",
@@ -135,7 +140,7 @@ _APP_ROOT: Final = "the working directory"
 SECTIONS: Final = (
     Section(
         "Every service",
-        "Controller, proxy and replica host.",
+        "Controller, proxy and replica host; the console as its own section says.",
         _read_everywhere,
         (
             Variable("MUSTER_NATS_URL", (BusSettings, "servers")),
@@ -166,7 +171,7 @@ SECTIONS: Final = (
             Variable(
                 "MUSTER_OPS_PORT",
                 (OperationsSettings, "port"),
-                "9101 (controller), 9102 (proxy), 9103 (replica host)",
+                "9101 (controller), 9102 (proxy), 9103 (replica host), 9104 (console)",
             ),
             Variable("MUSTER_OPS_ADVERTISE", (OperationsSettings, "advertise")),
             Variable("MUSTER_UNHEALTHY_AFTER_S", (OperationsSettings, "unhealthy_after_s")),
@@ -310,6 +315,37 @@ SECTIONS: Final = (
         ),
     ),
     Section(
+        "Console",
+        "It has no identity of its own: the variables of every service about NATS that it reads are `MUSTER_NATS_URL`, "
+        "`MUSTER_NATS_TLS_CA_FILE` and `MUSTER_SUBJECT_PREFIX`. [The console](../how-to/console.md) has examples.",
+        read_console_settings,
+        (
+            Variable("MUSTER_CONSOLE_HOST", (ConsoleSettings, "http_host")),
+            Variable("MUSTER_CONSOLE_PORT", (ConsoleSettings, "http_port")),
+            Variable("MUSTER_CONSOLE_USERS_FILE", (ConsoleSettings, "people_file"), ""),
+            Variable("MUSTER_CONSOLE_HTTPS", (ConsoleSettings, "is_https")),
+            Variable("MUSTER_CONSOLE_SESSION_IDLE_S", (ConsoleSettings, "session_idle_s")),
+            Variable("MUSTER_CONSOLE_SESSION_S", (ConsoleSettings, "session_longest_s")),
+            Variable("MUSTER_CONSOLE_HTTP_URL", (ConsoleSettings, "http_url")),
+            Variable("MUSTER_CONSOLE_GRAFANA_URL", (ConsoleSettings, "grafana_url")),
+            Variable("MUSTER_CONSOLE_TRACES_URL", (ConsoleSettings, "traces_url")),
+            Variable("MUSTER_CONSOLE_APPS_DIR", (ConsoleSettings, "apps_dir")),
+            Variable("MUSTER_CONSOLE_TRUSTED_HEADER", (TrustedSignIn, "header"), "people sign in by password"),
+            Variable("MUSTER_CONSOLE_TRUSTED_FROM", (TrustedSignIn, "networks")),
+            Variable("MUSTER_CONSOLE_ROLE_HEADER", (TrustedSignIn, "role_header")),
+            Variable("MUSTER_CONSOLE_TRUSTED_ROLE", (TrustedSignIn, "role")),
+            *(
+                Variable(
+                    f"MUSTER_CONSOLE_{role}_CREDS_FILE",
+                    f"File of the credentials with which people of the role {role.lower()} reach NATS whom a header "
+                    "names, such as "
+                    f"`secrets/{role.lower()}.creds`; unset: nobody has that role by header.",
+                )
+                for role in ("VIEW", "OPERATE", "ADMIN")
+            ),
+        ),
+    ),
+    Section(
         "Traces",
         "OpenTelemetry's own variables, read by every service; [its specification]"
         "(https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/) has the rest.",
@@ -392,6 +428,12 @@ _COMPOSE: Final[Mapping[str, str]] = {
     "MUSTER_SECRETS": "Directory of the secrets that `make secrets` has made.",
     "MUSTER_HTTP_PORT": "Published port, or address:port, of the ingress.",
     "MUSTER_TLS": "Directory with `tls.crt` and `tls.key`, for `deploy/ingress/tls.yaml`.",
+    "MUSTER_CONSOLE_PORT": "Published port, or address:port, of the console.",
+    "MUSTER_CONSOLE_HTTPS": "As for the console, and likewise the next ones.",
+    "MUSTER_CONSOLE_HTTP_URL": "Base URL that the console's pages show for calls.",
+    "MUSTER_CONSOLE_GRAFANA_URL": "Base URL of Grafana as browsers reach it.",
+    "MUSTER_CONSOLE_TRACES_URL": "URL of a trace as browsers reach it.",
+    "MUSTER_CONSOLE_APPS_DIR": "Directory of applications that a deploy in the console proposes.",
     "MUSTER_NATS_PORT": "Published port, or address:port, of NATS.",
     "MUSTER_PROMETHEUS_PORT": "Published port, or address:port, of Prometheus.",
     "MUSTER_ALERTMANAGER": "Directory with `alertmanager.yml`: where alerts go.",

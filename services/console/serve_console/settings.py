@@ -25,13 +25,14 @@ class TrustedSignIn(msgspec.Struct, frozen=True, kw_only=True):
     """Sign-in by a proxy in front of the console, which puts the person's name into a header."""
 
     header: str
-    """Header with the person's name."""
+    """Header in which a proxy in front names the person who it signed in."""
     role_header: str | None
-    """Header with the person's role: view, operate or admin; None: all have ``role``."""
+    """Header with the person's role: view, operate or admin; None: all have the one role."""
     role: Role
     """Role of a person without one in a header."""
     networks: tuple[Network, ...]
-    """Addresses of the proxies that are believed; from all others the headers are ignored."""
+    """Addresses or networks of the proxies that are believed, separated by commas; the headers of all others are
+    ignored."""
     credentials: dict[Role, str]
     """Files of the identities by role. Those who can read them have these rights, so they are set for this only."""
 
@@ -48,11 +49,11 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int
     """TCP port that pages are served on; 0 lets the system choose."""
     people_file: Path | None
-    """File of the people who may sign in by password; None: nobody."""
+    """File of the people who may sign in by password; read again when it changes. None: nobody."""
     trusted: TrustedSignIn | None
     """Sign-in by a proxy in front; None: by password only."""
     is_https: bool
-    """Whether browsers reach the console by HTTPS, so that cookies are sent over it only."""
+    """1 if browsers reach the console by HTTPS, so that cookies are sent over that only."""
     session_idle_s: float
     """Seconds without use after which a session ends."""
     session_longest_s: float

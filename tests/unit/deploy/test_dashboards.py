@@ -34,6 +34,9 @@ BOARDS = dashboards()
 NOT_SHOWN: dict[str, str] = {
     "serve_host_metrics_files_left_out": "0 but for code that writes into the host's files of metrics",
     "serve_bus_identities": "does not change while a process lives; 'muster status' says it",
+    "serve_console_open_tabs": "says who looks at the console, and nothing of what is served",
+    "serve_console_sessions": "as serve_console_open_tabs",
+    "serve_console_sign_ins_total": "the console's log names each; for alerts of your own",
     "serve_controller_store_restored_timestamp_seconds": "happens once in years; 'muster status' and an event say it",
 }
 """Metrics that no panel shows, each with the reason."""

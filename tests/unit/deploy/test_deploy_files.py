@@ -20,10 +20,12 @@ from deploy.images import install_dependencies
 from muster.secrets import FILES
 from serve_common.runtime.settings import Environment
 from serve_common.telemetry.trace_context import ALWAYS, read_tracing_settings
+from serve_console.settings import read_settings as read_console_settings
 from serve_proxy.settings import read_settings
 from tests.support.paths import ROOT
 
-SERVICES = ("controller", "proxy", "replica-host")
+SERVICES = ("console", "controller", "proxy", "replica-host")
+TRACED = ("controller", "proxy", "replica-host")
 END_OF_BASE = "# --- end of base\n"
 
 
@@ -230,7 +232,7 @@ def test_prometheus_scrapes_the_operations_port_of_every_service(compose: dict[s
 def test_every_service_takes_tracing_from_one_variable_and_is_silent_without_it(
     compose: dict[str, Any],
 ) -> None:
-    for service in SERVICES:
+    for service in TRACED:
         environment = compose["services"][service]["environment"]
         told = {name: with_defaults(value) for name, value in environment.items() if name.startswith("OTEL_")}
         assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == ""
@@ -302,3 +304,19 @@ def test_the_controller_reads_the_state_of_nats_where_nats_shows_it(compose: dic
     told = compose["services"]["controller"]["environment"]["MUSTER_NATS_MONITOR_URL"]
     assert told == f"http://{shown[1]}"
     assert "--http_port" not in compose["services"]["nats"]["command"]
+
+
+def test_the_console_is_where_no_user_code_is_and_reads_the_file_of_people(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    console = services["console"]
+    assert console["networks"] == ["monitoring"]
+    beside = {name for name, service in services.items() if "monitoring" in service["networks"]}
+    assert not beside & {"proxy", "replica-host"}
+    assert "monitoring" in services["nats"]["networks"]
+    assert console["secrets"] == ["console_users"]
+    assert list(console["depends_on"]) == ["nats"]
+    told = {name: with_defaults(value) for name, value in console["environment"].items() if value}
+    settings = read_console_settings(Environment(told))
+    assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
+    assert str(settings.people_file) == "/run/secrets/console_users"
+    assert (settings.apps_dir, settings.trusted, settings.is_https) == ("/apps", None, False)

@@ -49,8 +49,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     secrets: str
     """Directory of the secrets; people and tools connect to NATS with its ``admin.creds``."""
     ports: dict[str, int]
-    """Ports by use: http, nats, nats_monitor, postgres, controller_ops, proxy_ops, host_ops; with a console also console and
-    console_ops."""
+    """Ports by use: http, nats, nats_monitor, postgres, controller_ops, proxy_ops, host_ops; with a console also
+    console and console_ops."""
     ops_urls: dict[str, str]
     """Base URLs of each service's /metrics, /healthz and /readyz."""
     console_url: str = ""

@@ -98,6 +98,7 @@ class PlayedStack:
             secrets=str(state_dir / "secrets"),
             ports={},
             ops_urls={"controller": "http://127.0.0.1:9101"},
+            console_url="http://127.0.0.1:8080",
         )
 
     @property
@@ -163,7 +164,9 @@ def up(stack: PlayedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 def test_it_tells_what_runs_where_and_ends_in_order(up: Callable[..., Result], stack: PlayedStack) -> None:
     result = up("--http-port", "0", "--num-cpus", "2", "--http-host", "0.0.0.0", "--proxy-processes", "3")
     assert result.exit_code == 0, result.output
-    assert stack.options == StackOptions(http_host="0.0.0.0", http_port=0, num_cpus=2, proxy_processes=3)
+    assert stack.options == StackOptions(
+        http_host="0.0.0.0", http_port=0, num_cpus=2, proxy_processes=3, has_console=True
+    )
     for text in (
         "port 4222 is in use",
         "nats          is ready",
@@ -171,6 +174,7 @@ def test_it_tells_what_runs_where_and_ends_in_order(up: Callable[..., Result], s
         "http://127.0.0.1:8000",
         "nats://127.0.0.1:4333",
         "http://127.0.0.1:9101/metrics",
+        "http://127.0.0.1:8080  (sign in as admin with what 'muster console user set-password' set)",
         ".muster/logs",
         "nats died: killed by SIGKILL",
         "nats is back (pid 8, start 2)",
@@ -179,6 +183,20 @@ def test_it_tells_what_runs_where_and_ends_in_order(up: Callable[..., Result], s
         assert text in result.stdout
     assert stack.was_stopped
     assert stack.deployed == []
+
+
+def test_it_says_how_to_sign_in_to_the_console_or_leaves_it_out(
+    up: Callable[..., Result], stack: PlayedStack, tmp_path: Path
+) -> None:
+    secrets = tmp_path / ".muster" / "secrets"
+    secrets.mkdir(parents=True)
+    (secrets / "console_admin_password").write_text("p")
+    result = up("--console-port", "8181")
+    assert "(sign in as admin with the password in .muster/secrets/console_admin_password)" in result.stdout
+    assert stack.options is not None
+    assert (stack.options.has_console, stack.options.console_port) == (True, 8181)
+    up("--no-console")
+    assert not stack.options.has_console
 
 
 def test_as_json_every_line_is_an_event(up: Callable[..., Result]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import typer
@@ -32,12 +34,14 @@ from muster.embedded.run_record import (
     write_record,
 )
 from muster.embedded.services import ServiceSpecs, disable_storage
-from muster.embedded.stack import EmbeddedStack
+from muster.embedded.stack import EmbeddedStack, choose_ports
 from muster.embedded.supervisor import Supervisor, last_lines, open_log, rotate_at_start, truncate_large_log
 from muster.secrets import Secrets
 from serve_common.errors import StoreUnavailable
 from serve_common.runtime.settings import Environment
+from serve_console.settings import read_settings as read_console_settings
 from serve_replica_host.settings import read_host_settings
+from tests.support.servers.reserved_port import ANY_PORTS
 from tests.support.servers.small_disk import SmallDisk
 from tests.support.waiting import eventually
 
@@ -372,7 +376,11 @@ def test_the_end_of_a_log_is_quoted_within_limits(tmp_path: Path) -> None:
 
 
 PORTS = dict.fromkeys(
-    ("nats", "nats_monitor", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"), 1
+    (
+        *("nats", "nats_monitor", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"),
+        *("console", "console_ops"),
+    ),
+    1,
 )
 
 
@@ -586,3 +594,36 @@ def test_a_command_that_fails_for_a_while_names_the_full_disk(
 def test_without_a_proxy_nothing_listens_for_http(tmp_path: Path) -> None:
     names = [spec.name for spec in specs(tmp_path, StackOptions(has_proxy=False)).all({})]
     assert names == ["controller", "replica-host"]
+
+
+def test_the_console_starts_last_stops_first_waits_for_nothing_and_has_no_identity(tmp_path: Path) -> None:
+    console = specs(tmp_path, StackOptions(has_console=True)).all({"MUSTER_NATS_CREDS_FILE": "/admin.creds"})[
+        -1
+    ]
+    assert (console.name, console.depends_on) == ("console", ())
+    assert console.env["MUSTER_CONSOLE_USERS_FILE"] == str(tmp_path / "secrets" / "console_users.json")
+    assert [name for name in console.env if name.startswith("MUSTER_NATS_")] == ["MUSTER_NATS_URL"]
+    settings = read_console_settings(Environment(console.env))
+    assert (settings.http_host, settings.http_port, settings.apps_dir) == ("127.0.0.1", 1, str(Path.cwd()))
+    assert "console" not in [spec.name for spec in specs(tmp_path).all({})]
+
+
+def test_a_console_whose_port_is_taken_gets_another_and_it_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = msgspec.structs.replace(ANY_PORTS, has_console=True, console_port=port, console_ops_port=0)
+        chosen = choose_ports(options, {})
+    for holder in chosen.holders:
+        holder.close()
+    assert chosen.by_use["console"] not in (0, port)
+    assert chosen.notices == [f"port {port} is taken, so the console listens on {chosen.by_use['console']}"]
+    assert "console" not in choose_ports_closed(ANY_PORTS)
+
+
+def choose_ports_closed(options: StackOptions) -> dict[str, int]:
+    chosen = choose_ports(options, {})
+    for holder in chosen.holders:
+        holder.close()
+    return chosen.by_use
