@@ -1,7 +1,7 @@
 #!/bin/bash
 # Replaces the containers of replica hosts, then of proxies, then of controllers, one at a time and without failing a
-# request, then the console's (people sign in again), by those of the images and the configuration that there are now: `make upgrade`. docs/how-to/upgrade.md has
-# the same by hand.
+# request, then the console's (people sign in again), by those of the images and the configuration that there are now:
+# `make upgrade`. docs/how-to/upgrade.md has the same by hand.
 #
 # A new container serves before an old one is emptied, stopped and removed, so there is one more of a service meanwhile.
 # Containers that are up to date stay. It ends at the first thing that fails, while everything serves.

@@ -20,8 +20,8 @@ _HEAD: Final = f"""\
 
 {GENERATED}
 Every process serves `/metrics` in Prometheus' text format on its operations port: proxies on 9102, controllers on
-9101, replica hosts on 9103, consoles on 9104. Replica processes have no port of their own: what they count is on the page of their
-host, added up over the replicas of a backend, and stays in the counters when a replica ends.
+9101, replica hosts on 9103, consoles on 9104. Replica processes have no port of their own: what they count is on the
+page of their host, added up over the replicas of a backend, and stays in the counters when a replica ends.
 
 Units are base units: seconds, bytes, or what the row says. Counters end in `_total`. A histogram has the series
 `…_bucket{{le}}`, `…_sum` and `…_count`. No metric has a label for the replica: replicas come and go, and each would

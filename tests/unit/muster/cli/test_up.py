@@ -174,7 +174,7 @@ def test_it_tells_what_runs_where_and_ends_in_order(up: Callable[..., Result], s
         "http://127.0.0.1:8000",
         "nats://127.0.0.1:4333",
         "http://127.0.0.1:9101/metrics",
-        "http://127.0.0.1:8080  (sign in as admin with what 'muster console user set-password' set)",
+        "http://127.0.0.1:8080  (sign in as admin with the password in .muster/secrets/console_admin_password)",
         ".muster/logs",
         "nats died: killed by SIGKILL",
         "nats is back (pid 8, start 2)",
@@ -185,18 +185,25 @@ def test_it_tells_what_runs_where_and_ends_in_order(up: Callable[..., Result], s
     assert stack.deployed == []
 
 
-def test_it_says_how_to_sign_in_to_the_console_or_leaves_it_out(
-    up: Callable[..., Result], stack: PlayedStack, tmp_path: Path
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(["--console-port", "81"], (True, 81)), (["--no-console"], (False, 8080))]
+)
+def test_the_console_has_the_port_that_is_wished_or_is_left_out(
+    up: Callable[..., Result], stack: PlayedStack, arguments: list[str], expected: tuple[bool, int]
 ) -> None:
-    secrets = tmp_path / ".muster" / "secrets"
-    secrets.mkdir(parents=True)
-    (secrets / "console_admin_password").write_text("p")
-    result = up("--console-port", "8181")
-    assert "(sign in as admin with the password in .muster/secrets/console_admin_password)" in result.stdout
+    up(*arguments)
     assert stack.options is not None
-    assert (stack.options.has_console, stack.options.console_port) == (True, 8181)
-    up("--no-console")
-    assert not stack.options.has_console
+    assert (stack.options.has_console, stack.options.console_port) == expected
+
+
+def test_without_the_first_password_the_banner_says_where_another_was_set(
+    stack: PlayedStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = msgspec.structs.replace(stack.record, secrets=str(tmp_path / "none"))
+    UpReport(directory=tmp_path, as_json=False).ready(record, 1.0)
+    assert "(sign in as admin with what 'muster console user set-password' set)" in capsys.readouterr().out
+    UpReport(directory=tmp_path, as_json=False).ready(msgspec.structs.replace(record, console_url=""), 1.0)
+    assert "sign in" not in capsys.readouterr().out
 
 
 def test_as_json_every_line_is_an_event(up: Callable[..., Result]) -> None:
