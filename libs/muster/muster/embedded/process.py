@@ -39,6 +39,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Readiness probe; None: ready as soon as it runs."""
     ready_timeout_s: float = 60.0
     """Seconds for its first start."""
+    is_awaited: bool = True
+    """Whether the stack's start waits until it is ready, and fails with it."""
     depends_on: tuple[str, ...] = ()
     """Processes that must be ready before its first start. Processes are stopped in the reverse order of their list."""
     before_start: Callable[[], None] | None = None

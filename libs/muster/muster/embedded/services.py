@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from muster.embedded.options import StackFailed, StackOptions, StatePaths
 from muster.embedded.postgres import POSTGRES, postgres_dsn, without_libpq
 from muster.embedded.process import ProcessSpec, http_probe
@@ -136,7 +138,10 @@ class ServiceSpecs:
         if self._options.has_proxy:
             specs.append(self._spec(PROXY, environment, self._proxy(environment), (NATS,)))
         if self._options.has_console:
-            specs.append(self._spec(CONSOLE, environment, self._console(environment), ()))
+            console = self._spec(CONSOLE, environment, self._console(environment), ())
+            # Nothing that serves waits for it, nor for the CPU that it takes.
+            argv = [*([nice, "-n", "10"] if (nice := shutil.which("nice")) else []), *console.argv]
+            specs.append(msgspec.structs.replace(console, argv=argv, is_awaited=False))
         return specs
 
     def _with_bytecode(self, environment: Mapping[str, str]) -> Mapping[str, str]:

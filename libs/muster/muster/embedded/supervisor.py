@@ -160,7 +160,13 @@ class SupervisedProcess:
             if not self.was_ready.is_set() and (
                 backoff.crashes >= _FIRST_STARTS_MAX or loop.time() >= first_deadline
             ):
-                self._on_first_start(self._start_failed(describe_exit(code)))
+                if self.spec.is_awaited:
+                    self._on_first_start(self._start_failed(describe_exit(code)))
+                else:
+                    self._emit(
+                        Happened.DIED, f"{describe_exit(code)}; it stays away: see {self.spec.log_path}"
+                    )
+                    self._pid = 0
                 return
             message = f"{describe_exit(code)}; starting it again in {wait_s:.1f} s"
             full = describe_full_disk(self.spec.log_path.parent)
@@ -242,7 +248,7 @@ class SupervisedProcess:
                 return
             if reason is None:
                 break
-            if not self.was_ready.is_set() and loop.time() >= first_deadline:
+            if self.spec.is_awaited and not self.was_ready.is_set() and loop.time() >= first_deadline:
                 self._on_first_start(self._start_failed(f"not ready in time: {reason}"))
                 return
             await asyncio.sleep(_PROBE_WAIT_S)
@@ -330,7 +336,9 @@ class Supervisor:
 
     def _handle_first_start(self, failure: BaseException | None) -> None:
         if failure is not None or all(
-            supervised.was_ready.is_set() for supervised in self._supervised.values()
+            supervised.was_ready.is_set()
+            for supervised in self._supervised.values()
+            if supervised.spec.is_awaited
         ):
             self._end_start(failure)
 

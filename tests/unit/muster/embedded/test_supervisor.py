@@ -627,3 +627,42 @@ def choose_ports_closed(options: StackOptions) -> dict[str, int]:
     for holder in chosen.holders:
         holder.close()
     return chosen.by_use
+
+
+async def test_what_is_not_awaited_neither_delays_nor_fails_a_start_and_says_that_it_stays_away(
+    tmp_path: Path,
+) -> None:
+    def spec(name: str, script: str, *, is_awaited: bool) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=["/bin/sh", "-c", script],
+            env={"PATH": "/usr/bin:/bin"},
+            cwd=Path("/"),
+            log_path=tmp_path / f"{name}.log",
+            is_awaited=is_awaited,
+            restart_backoff_min_s=0.01,
+            restart_backoff_max_s=0.02,
+            ready=None if is_awaited else never_ready,
+        )
+
+    async def never_ready() -> str | None:
+        return "never"
+
+    events: list[ProcessEvent] = []
+    supervisor = Supervisor(
+        f"optional-{tmp_path.name}",
+        [
+            spec("needed", "exec sleep 60", is_awaited=True),
+            spec("slow", "exec sleep 60", is_awaited=False),
+            spec("broken", "exit 2", is_awaited=False),
+        ],
+        events.append,
+    )
+    await supervisor.start()
+    try:
+        await eventually(
+            lambda: any(event.name == "broken" and "it stays away" in event.detail for event in events)
+        )
+        assert [process.is_ready for process in supervisor.processes] == [True, False, False]
+    finally:
+        await supervisor.stop()
