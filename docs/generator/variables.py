@@ -330,7 +330,9 @@ SECTIONS: Final = (
             Variable("MUSTER_CONSOLE_GRAFANA_URL", (ConsoleSettings, "grafana_url")),
             Variable("MUSTER_CONSOLE_TRACES_URL", (ConsoleSettings, "traces_url")),
             Variable("MUSTER_CONSOLE_APPS_DIR", (ConsoleSettings, "apps_dir")),
-            Variable("MUSTER_CONSOLE_TRUSTED_HEADER", (TrustedSignIn, "header"), "people sign in by password"),
+            Variable(
+                "MUSTER_CONSOLE_TRUSTED_HEADER", (TrustedSignIn, "header"), "people sign in by password"
+            ),
             Variable("MUSTER_CONSOLE_TRUSTED_FROM", (TrustedSignIn, "networks")),
             Variable("MUSTER_CONSOLE_ROLE_HEADER", (TrustedSignIn, "role_header")),
             Variable("MUSTER_CONSOLE_TRUSTED_ROLE", (TrustedSignIn, "role")),

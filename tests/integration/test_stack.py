@@ -427,6 +427,7 @@ async def test_every_process_serves_its_metrics(stack: Stack) -> None:
             "\nserve_controller_effects_total",
             "\nserve_controller_replicas_wanted",
         ],
+        "console": ["serve_console_sessions 0.0", 'serve_console_sign_ins_total{outcome="ok"}'],
         "proxy": ["serve_proxy_requests_total{", "serve_proxy_request_seconds_bucket{"],
         "replica-host": [
             "serve_replica_requests_total{",

@@ -24,7 +24,7 @@ from serve_console.core.now_page import (
     build_row,
     compute_totals,
     describe_trouble,
-    find_attention,
+    find_troubled,
 )
 from serve_console.core.system import NOTHING_READ, System
 
@@ -104,7 +104,7 @@ def test_unhealthy_deployments_need_attention_before_those_whose_requests_fail()
     )
     load = {"a": rates("a", 100.0, 0.9), "b": rates("b", 100.0, 2.0), "c": rates("c", 0.0)}
     groups = build_groups(system(*views, rates=load))
-    assert [row.name for row in find_attention(groups)] == ["c", "b"]
+    assert [row.name for row in find_troubled(groups)] == ["c", "b"]
 
 
 def test_applications_that_could_not_be_built_are_there_without_deployments() -> None:

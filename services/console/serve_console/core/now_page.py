@@ -24,7 +24,7 @@ ERROR_SHARE_BAD: Final = 0.01
 """Share of errors from which a row says so."""
 RUNNING_STATES: Final = frozenset({"running", "updating"})
 ROLLOUT_OPEN: Final = frozenset({"running", "paused", "promoting", "closing"})
-ATTENTION_MAX: Final = 12
+TROUBLED_MAX: Final = 12
 _MESSAGE_MAX: Final = 200
 
 
@@ -117,12 +117,12 @@ def build_groups(system: System) -> list[NowGroup]:
     return sorted(groups, key=lambda group: (group.name != "", group.name))
 
 
-def find_attention(groups: Sequence[NowGroup]) -> list[NowRow]:
+def find_troubled(groups: Sequence[NowGroup]) -> list[NowRow]:
     """The rows that need attention: unhealthy ones first, then those whose requests fail; at most 12."""
     rows = [row for group in groups for row in group.rows]
     unhealthy = [row for row in rows if row.status == "unhealthy"]
     failing = [row for row in rows if row.is_failing and row.status != "unhealthy"]
-    return (unhealthy + failing)[:ATTENTION_MAX]
+    return (unhealthy + failing)[:TROUBLED_MAX]
 
 
 def build_row(system: System, view: DeploymentView) -> NowRow:

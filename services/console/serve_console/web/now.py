@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from serve_common.api.views import EventView
-from serve_console.core.now_page import NowGroup, NowRow, build_groups, compute_totals, find_attention
+from serve_console.core.now_page import NowGroup, NowRow, build_groups, compute_totals, find_troubled
 from serve_console.core.system import System
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.live import Fragment, LiveStreams, whole
@@ -47,7 +47,7 @@ class NowPage:
             system=system,
             totals=compute_totals(system),
             groups=groups,
-            attention=find_attention(groups),
+            attention=find_troubled(groups),
             latest=self._get_latest(),
         )
 
@@ -61,7 +61,7 @@ class NowPage:
         latest = self._get_latest()
         fragments = [
             whole("totals", part(_PARTS, "totals", compute_totals(system), system)),
-            whole("attention", part(_PARTS, "attention", find_attention(groups))),
+            whole("attention", part(_PARTS, "attention", find_troubled(groups))),
             Fragment("latest", latest, lambda: part(_PARTS, "latest", latest)),
             Fragment("groups", structure, lambda: part(_PARTS, "groups", groups)),
         ]
