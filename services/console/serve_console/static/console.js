@@ -198,7 +198,9 @@
 
   document.addEventListener("input", ({ target }) => { if (target.matches?.("[data-filter]")) filter(target); });
 
-  document.addEventListener("keydown", ({ key }) => {
+  document.addEventListener("keydown", ({ key, ctrlKey, metaKey, target }) => {
+    const form = target.closest?.("form[data-send]");
+    if (key === "Enter" && (ctrlKey || metaKey) && form) form.requestSubmit();
     if (key !== "Escape") return;
     each("details.confirm[open]", (panel) => { panel.open = false; panel.querySelector("summary").focus(); });
   });

@@ -24,6 +24,7 @@ from serve_console.web.now import NowPage
 from serve_console.web.security import SecurityHeaders
 from serve_console.web.shared import PACKAGE, Shared
 from serve_console.web.sign_in import SignInPages
+from serve_console.web.try_it import TryPage
 
 _log = structlog.get_logger(__name__)
 
@@ -49,6 +50,7 @@ def build_app(shared: Shared, sign_in: SignInPages) -> Starlette:
         Mount(shared.renderer.static, _StaticFiles(directory=PACKAGE / "static")),
         *sign_in.routes(shared),
         *NowPage(shared, streams).routes(),
+        *TryPage(shared).routes(),
     ]
     return Starlette(
         routes=routes,
