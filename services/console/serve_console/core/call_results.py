@@ -76,6 +76,7 @@ class _Problem(msgspec.Struct, frozen=True):
 
 
 class _Problems(msgspec.Struct, frozen=True):
+    type: str
     error: _Problem
 
 
@@ -184,13 +185,14 @@ def _get_reason(status: int) -> str:
 
 def _find_failure(body: bytes, headers: Mapping[str, str], status: int) -> CallFailure | None:
     """The failure that the proxy reports; None for a response of the application."""
-    if ERROR_HEADER.lower() not in headers or "problem+json" not in headers.get(
-        "content-type", "problem+json"
-    ):
+    if ERROR_HEADER.lower() not in headers:
         return None
     try:
-        problem = msgspec.json.decode(body, type=_Problems).error
+        found = msgspec.json.decode(body, type=_Problems)
     except (msgspec.DecodeError, RecursionError):
         return None
+    if not found.type.startswith("urn:muster:"):
+        return None
+    problem = found.error
     hint = _HINTS.get(problem.code) or _STATUS_HINTS.get(status, "")
     return CallFailure(show_harmlessly(problem.message)[:2000], hint)

@@ -1,4 +1,4 @@
-"""A call as commands and code, to be copied. What is quoted comes from people and applications, so it may be hostile."""
+"""A call as commands and code, to be copied. What they quote comes from people and applications: it may be hostile."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def _build_python_parts(request: CallRequest) -> list[str]:
 def build_nats(request: CallRequest, place: CallPlace) -> CallSnippet:
     """The call with the command line of NATS; needs no route."""
     parts = [
-        f"nats --server {shlex.quote(place.nats_url)} --creds secrets/caller.creds --inbox-prefix _INBOX_caller"
-        f" --timeout {place.timeout_s}s",
+        f"nats --server {shlex.quote(place.nats_url)} --timeout {place.timeout_s}s",
+        "--creds secrets/caller.creds --inbox-prefix _INBOX_caller",
         f"request {shlex.quote(place.subject)}",
     ]
     own = [

@@ -1,8 +1,9 @@
-"""The operations of an OpenAPI schema as forms. Schemas come from applications, so all of them is bounded and may be wrong."""
+"""The operations of an OpenAPI schema as forms. Schemas come from applications: they may be wrong, large or hostile."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -17,6 +18,12 @@ _OPTIONS_MAX: Final = 200
 _REFERENCES_MAX: Final = 16
 _SAMPLE_DEPTH_MAX: Final = 4
 _SAMPLE_FIELDS_MAX: Final = 20
+_SAMPLES_MAX: Final = 300
+"""Values within the samples of one operation: shapes that refer to each other would grow without end."""
+_KEYS_MAX: Final = 64
+"""Keywords of one schema; one with more is taken for empty, as each field copies them."""
+_ENCODED_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Values within all forms of a schema: many fields may refer to the same large default."""
 _NAME_MAX: Final = 200
 _TEXT_MAX: Final = 400
 _VALUE_MAX: Final = 20_000
@@ -25,6 +32,13 @@ _BODY_TYPES: Final = {
     "multipart/form-data": "multipart",
     "application/x-www-form-urlencoded": "form",
 }
+_LIMITS: Final = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+_SHOWN_NUMBER_MAX: Final = 10**15
 _METHODS_WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 
 Json: TypeAlias = Mapping[str, Any]
@@ -93,6 +107,7 @@ def parse_api_schema(body: bytes) -> ApiSchema | None:
         return None
     found: list[ApiOperation] = []
     left_out = 0
+    budget = _Budget()
     for path, item in _mapping(root.get("paths")).items():
         for name, operation in _mapping(item).items():
             method = name.upper()
@@ -101,15 +116,41 @@ def parse_api_schema(body: bytes) -> ApiSchema | None:
             if len(found) >= OPERATIONS_MAX or len(path) > _NAME_MAX:
                 left_out += 1
                 continue
-            found.append(_Reader(root).read_operation(method, path, operation, _mapping(item)))
+            found.append(_Reader(root, budget).read_operation(method, path, operation, _mapping(item)))
     return ApiSchema(_text(_mapping(root.get("info")).get("title")), tuple(found), left_out)
+
+
+class _Budget:
+    """How much of a schema's values may still be encoded."""
+
+    def __init__(self) -> None:
+        self._bytes_left = _ENCODED_BYTES_MAX
+
+    def encode(self, value: Any, *, is_pretty: bool = False) -> str:
+        """The value as JSON; empty when it cannot be, or when too much was encoded before."""
+        if self._bytes_left <= 0:
+            return ""
+        try:
+            encoded = msgspec.json.encode(value)
+        except (OverflowError, RecursionError):  # a number of more than 64 bits, or nested too deeply
+            return ""
+        self._bytes_left -= len(encoded)
+        if len(encoded) > _VALUE_MAX:
+            return ""
+        return (msgspec.json.format(encoded, indent=2) if is_pretty else encoded).decode()[:_VALUE_MAX]
+
+    def get_text(self, value: Any) -> str:
+        """A text as it is, all else as JSON."""
+        return value[:_VALUE_MAX] if isinstance(value, str) else self.encode(value)
 
 
 class _Reader:
     """Reads one operation."""
 
-    def __init__(self, root: Json) -> None:
+    def __init__(self, root: Json, budget: _Budget) -> None:
         self._root = root
+        self._budget = budget
+        self._samples_left = _SAMPLES_MAX
         self._fields: list[ApiField] = []
         self._left_out = 0
 
@@ -127,7 +168,13 @@ class _Reader:
                 if place == wanted:
                     is_required = parameter.get("required") is True or place == "path"
                     hint = _text(parameter.get("description"))
-                    self._add(name, wanted, self._resolve(parameter.get("schema")), is_required, hint)
+                    self._add(
+                        name,
+                        wanted,
+                        self._resolve(parameter.get("schema")),
+                        is_required=is_required,
+                        hint=hint,
+                    )
         body = self._read_body(self._resolve(operation.get("requestBody")), method)
         return ApiOperation(
             key=f"{method} {path}",
@@ -153,18 +200,19 @@ class _Reader:
         schema, _ = self._strip_null(schema)
         properties = _mapping(schema.get("properties"))
         if found == "application/json" and (not properties or len(properties) > FIELDS_MAX):
-            self._add_whole(schema, body.get("required") is True)
+            self._add_whole(schema, is_required=body.get("required") is True)
             return "json_whole"
-        wanted = _sequence(schema.get("required"))
-        for name, each in properties.items():
+        wanted = {name for name in _sequence(schema.get("required")) if isinstance(name, str)}
+        self._left_out += max(0, len(properties) - FIELDS_MAX)
+        for name, each in islice(properties.items(), FIELDS_MAX):
             if len(name) <= _NAME_MAX:
-                self._add(name, "body", self._resolve(each), name in wanted, "")
+                self._add(name, "body", self._resolve(each), is_required=name in wanted)
         kinds: dict[str, Literal["json", "multipart", "form"]] = {
             "application/json": "json", "multipart/form-data": "multipart",
         }  # fmt: skip
         return kinds.get(found, "form")
 
-    def _add_whole(self, schema: Json, is_required: bool) -> None:
+    def _add_whole(self, schema: Json, *, is_required: bool) -> None:
         value = schema.get("example", schema.get("default", self._sample(schema, 0)))
         self._append(
             ApiField(
@@ -173,12 +221,12 @@ class _Reader:
                 place="body",
                 kind="json",
                 is_required=is_required,
-                value=_encode(value, is_pretty=True),
+                value=self._budget.encode(value, is_pretty=True),
                 hint=_text(schema.get("description")) or "A JSON value.",
-            )  # fmt: skip
+            )
         )
 
-    def _add(self, name: str, place: Place, schema: Json, is_required: bool, hint: str) -> None:
+    def _add(self, name: str, place: Place, schema: Json, *, is_required: bool, hint: str = "") -> None:
         described = _text(schema.get("description"))
         schema, is_nullable = self._strip_null(schema)
         kind, options = self._get_kind(schema, place)
@@ -193,8 +241,8 @@ class _Reader:
                 is_required=is_required,
                 is_nullable=is_nullable,
                 options=options,
-                value=self._get_value(schema, kind, default, is_required),
-                hint=" ".join(text for text in hints if text),
+                value=self._get_value(schema, kind, default, is_required=is_required),
+                hint=_join_sentences(hints),
                 is_long=kind == "string" and _is_above(schema.get("maxLength"), 200),
             )
         )
@@ -209,31 +257,25 @@ class _Reader:
         values = [schema["const"]] if "const" in schema else _sequence(schema.get("enum"))
         if values and all(value is None or isinstance(value, str | int | float) for value in values):
             return "enum", tuple(
-                (_encode(value), _to_text(value)[:_NAME_MAX])
+                (self._budget.encode(value), self._budget.get_text(value)[:_NAME_MAX])
                 for value in values[:_OPTIONS_MAX]
                 if value is not None
             )
-        match schema.get("type"):
-            case "string" if _is_binary(schema):
-                return "file", ()
-            case "string":
-                return "string", ()
-            case "integer":
-                return "integer", ()
-            case "number":
-                return "number", ()
-            case "boolean":
-                return "boolean", ()
-            case "array":
-                items, _ = self._strip_null(self._resolve(schema.get("items")))
-                if _is_binary(items):
-                    return "files", ()
-                return ("json", ()) if place == "body" else ("list", ())
+        kind = schema.get("type")
+        if _is_binary(schema):
+            return "file", ()
+        if kind in ("string", "integer", "number", "boolean"):
+            return kind, ()
+        if kind == "array":
+            items, _ = self._strip_null(self._resolve(schema.get("items")))
+            if _is_binary(items):
+                return "files", ()
+            return ("json", ()) if place == "body" else ("list", ())
         return ("json", ()) if place == "body" else ("string", ())
 
-    def _get_value(self, schema: Json, kind: Kind, default: Any, is_required: bool) -> str:
+    def _get_value(self, schema: Json, kind: Kind, default: Any, *, is_required: bool) -> str:
         if default is None and kind == "json" and is_required:
-            return _encode(self._sample(schema, 0), is_pretty=True)
+            return self._budget.encode(self._sample(schema, 0), is_pretty=True)
         if default is None:
             examples = schema.get("examples")
             example = examples[0] if isinstance(examples, list) and examples else schema.get("example")
@@ -241,22 +283,24 @@ class _Reader:
         if default is None:
             return ""
         if kind == "list":
-            return "\n".join(_to_text(value) for value in _sequence(default)[:_OPTIONS_MAX])[:_VALUE_MAX]
+            return "\n".join(self._budget.get_text(value) for value in _sequence(default)[:_OPTIONS_MAX])[
+                :_VALUE_MAX
+            ]
         if kind in ("enum", "json", "boolean"):
-            return _encode(default, is_pretty=kind == "json")
-        return _to_text(default)[:_VALUE_MAX]
+            return self._budget.encode(default, is_pretty=kind == "json")
+        return self._budget.get_text(default)[:_VALUE_MAX]
 
     def _resolve(self, value: Any) -> Json:
         """What a local reference points at, or an empty schema."""
         for _ in range(_REFERENCES_MAX):
-            schema = _mapping(value)
+            schema = _schema(value)
             reference = schema.get("$ref")
             if reference is None:
                 parts = _sequence(schema.get("allOf"))
                 if len(parts) != 1:
                     return schema
                 outer = {key: each for key, each in schema.items() if key != "allOf"}
-                return {**self._follow(_mapping(parts[0])), **outer}
+                return {**self._follow(_schema(parts[0])), **outer}
             outer = {key: each for key, each in schema.items() if key != "$ref"}
             value = {**self._follow(schema), **outer}
         return {}
@@ -270,7 +314,7 @@ class _Reader:
         found: Any = self._root
         for part in reference[2:].split("/", 8)[:8]:
             found = _mapping(found).get(part.replace("~1", "/").replace("~0", "~"))
-        return _mapping(found)
+        return _schema(found)
 
     def _strip_null(self, schema: Json) -> tuple[Json, bool]:
         """The schema without ``null`` as an alternative, and whether that was one."""
@@ -295,11 +339,12 @@ class _Reader:
         values = _sequence(schema.get("examples")) or _sequence(schema.get("enum"))
         if values:
             return values[0]
-        if depth >= _SAMPLE_DEPTH_MAX:
+        self._samples_left -= 1
+        if depth >= _SAMPLE_DEPTH_MAX or self._samples_left < 0:
             return None
         properties = _mapping(schema.get("properties"))
         if schema.get("type") == "object" or properties:
-            shown = list(properties.items())[:_SAMPLE_FIELDS_MAX]
+            shown = islice(properties.items(), _SAMPLE_FIELDS_MAX)
             return {name: self._sample(each, depth + 1) for name, each in shown}
         if schema.get("type") == "array":
             return [self._sample(schema.get("items"), depth + 1)] if "items" in schema else []
@@ -319,17 +364,15 @@ def _is_above(value: Any, limit: int) -> bool:
 def _describe_limits(schema: Json, kind: Kind) -> str:
     """The limits of a value in a sentence; empty where it has none."""
     limits = [
-        f"{text} {schema[key]:g}"
-        for key, text in (
-            ("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most"), ("exclusiveMaximum", "below"),
-        )
-        if isinstance(schema.get(key), int | float) and not isinstance(schema[key], bool)
-    ]  # fmt: skip
+        f"{text} {str(schema[key])[:24]}"
+        for key, text in _LIMITS.items()
+        if isinstance(schema.get(key), int | float) and abs(schema[key]) < _SHOWN_NUMBER_MAX
+    ]
     if kind == "string":
         limits += [
-            f"{text} {schema[key]} characters"
+            f"{text} {schema[key]} character{'' if schema[key] == 1 else 's'}"
             for key, text in (("minLength", "at least"), ("maxLength", "at most"))
-            if isinstance(schema.get(key), int)
+            if isinstance(schema.get(key), int) and abs(schema[key]) < _SHOWN_NUMBER_MAX
         ]
         if isinstance(schema.get("format"), str):
             limits.append(f"format {schema['format'][:40]}")
@@ -339,8 +382,17 @@ def _describe_limits(schema: Json, kind: Kind) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
+def _join_sentences(texts: list[str]) -> str:
+    return " ".join(text if text.endswith((".", "!", "?", ":")) else f"{text}." for text in texts if text)
+
+
 def _mapping(value: Any) -> Json:
     return value if isinstance(value, dict) else {}
+
+
+def _schema(value: Any) -> Json:
+    found = _mapping(value)
+    return found if len(found) <= _KEYS_MAX else {}
 
 
 def _sequence(value: Any) -> list[Any]:
@@ -348,18 +400,4 @@ def _sequence(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    return value.strip()[:_TEXT_MAX] if isinstance(value, str) else ""
-
-
-def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else _encode(value)
-
-
-def _encode(value: Any, *, is_pretty: bool = False) -> str:
-    try:
-        encoded = msgspec.json.encode(value)
-    except (OverflowError, RecursionError):  # a number of more than 64 bits, or nested too deeply
-        return ""
-    if is_pretty and len(encoded) <= _VALUE_MAX:
-        encoded = msgspec.json.format(encoded, indent=2)
-    return encoded.decode()[:_VALUE_MAX]
+    return value[:_TEXT_MAX].strip() if isinstance(value, str) else ""

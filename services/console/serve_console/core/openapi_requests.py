@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -20,7 +20,7 @@ from serve_console.core.call_requests import (
 )
 from serve_console.core.openapi_forms import ApiField, ApiOperation
 
-_INTEGER_DIGITS_MAX = 18
+_INTEGER_DIGITS_MAX: Final = 18
 
 
 @final
@@ -96,75 +96,71 @@ def build_operation_request(
 def _build_body(
     operation: ApiOperation, found: Sequence[tuple[ApiField, Any]], form: OperationValues, boundary: str
 ) -> tuple[bytes, tuple[MultipartField, ...], str]:
-    match operation.body:
-        case "json":
-            if not found and not any(
-                field.is_required for field in operation.fields if field.place == "body"
-            ):
-                return b"{}", (), "application/json"
-            values = {field.name: value for field, value in found}
-            return msgspec.json.encode(values), (), "application/json"
-        case "json_whole":
-            if not found:
-                return b"", (), ""
-            return msgspec.json.encode(found[0][1]), (), "application/json"
-        case "form":
-            pairs = [(field.name, _to_text(value)) for field, value in found]
-            return urlencode(pairs).encode(), (), "application/x-www-form-urlencoded"
-        case "multipart":
-            fields = [MultipartField(field.name, _to_text(value)) for field, value in found]
-            for field in operation.fields:
-                fields += [MultipartField(field.name, "", file) for file in form.files.get(field.key, ())]
-            content_type = f"multipart/form-data; boundary={boundary}"
-            return encode_multipart(fields, boundary), tuple(fields), content_type
+    if operation.body == "json":
+        return _encode({field.name: value for field, value in found}), (), "application/json"
+    if operation.body == "json_whole":
+        return (_encode(found[0][1]), (), "application/json") if found else (b"", (), "")
+    if operation.body == "form":
+        pairs = [(field.name, _to_text(value)) for field, value in found]
+        return urlencode(pairs).encode(), (), "application/x-www-form-urlencoded"
+    if operation.body == "multipart":
+        fields = [MultipartField(field.name, _to_text(value)) for field, value in found]
+        for field in operation.fields:
+            fields += [MultipartField(field.name, "", file) for file in form.files.get(field.key, ())]
+        return encode_multipart(fields, boundary), tuple(fields), f"multipart/form-data; boundary={boundary}"
     return b"", (), ""
 
 
 def _parse_value(field: ApiField, text: str) -> Any:
     """The value as it is sent, or `msgspec.UNSET` where it is left out. Raises `BadField` naming the field's key."""
     if not text:
-        if not field.is_required:
-            return msgspec.UNSET
-        if field.is_nullable and field.place == "body":
-            return None
-        if field.kind == "string" and field.place != "path":
-            return ""
-        raise BadField(field.key, "is required")
-    match field.kind:
-        case "integer":
-            if not text.removeprefix("-").isdecimal() or not text.isascii():
-                raise BadField(field.key, "must be a whole number")
-            if len(text) > _INTEGER_DIGITS_MAX:
-                raise BadField(field.key, f"has more than {_INTEGER_DIGITS_MAX} digits")
-            return int(text)
-        case "number":
-            return _parse_number(field, text)
-        case "boolean":
-            if text not in ("true", "false"):
-                raise BadField(field.key, "must be true or false")
-            return text == "true"
-        case "enum" if text not in [value for value, _ in field.options]:
-            raise BadField(field.key, "is not one of the list")
-        case "enum" | "json":
-            try:
-                value = msgspec.json.decode(text)
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise BadField(field.key, f"is not JSON: {str(error)[:200]}") from error
-            # As it was written: decoding would round numbers of more than 64 bits.
-            return value if field.kind == "enum" else msgspec.Raw(text.encode())
-        case "list":
-            return [line.strip() for line in text.splitlines() if line.strip()]
-    return text
+        return _parse_empty(field)
+    if field.kind in ("integer", "number"):
+        return _parse_number(field, text)
+    if field.kind == "list":
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    if field.kind == "boolean" and text not in ("true", "false"):
+        raise BadField(field.key, "must be true or false")
+    if field.kind == "enum" and text not in [value for value, _ in field.options]:
+        raise BadField(field.key, "is not one of the list")
+    if field.kind == "string":
+        return text
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadField(field.key, f"is not JSON: {str(error)[:200]}") from error
+    # As it was written: decoding would round numbers of more than 64 bits.
+    return msgspec.Raw(text.encode()) if field.kind == "json" else value
+
+
+def _parse_empty(field: ApiField) -> Any:
+    if not field.is_required:
+        return msgspec.UNSET
+    if field.is_nullable and field.place == "body":
+        return None
+    if field.kind == "string" and field.place != "path":
+        return ""
+    raise BadField(field.key, "is required")
 
 
 def _parse_number(field: ApiField, text: str) -> Any:
+    if field.kind == "integer":
+        digits = text.removeprefix("-")
+        if not digits.isdecimal() or not digits.isascii() or len(digits) > _INTEGER_DIGITS_MAX:
+            raise BadField(field.key, f"must be a whole number of at most {_INTEGER_DIGITS_MAX} digits")
+        return int(text)
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadField(field.key, "must be a number") from error
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadField(field.key, "must be a number")
     return value
+
+
+def _encode(value: Any) -> bytes:
+    """JSON without blanks, also where values were written with lines."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=-1)
 
 
 def _to_text(value: Any) -> str:

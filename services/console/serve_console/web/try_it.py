@@ -95,7 +95,9 @@ class TryPage:
                 result = await self._call(session, endpoint.endpoint_tag, check_request(call), timeout_s)
             except BadField as error:
                 errors[error.field] = error.reason
-        snippets = [] if call is None or endpoint is None else self._build_snippets(session, system, endpoint, call, timeout_s)  # fmt: skip
+        snippets: list[CallSnippet] = []
+        if call is not None and endpoint is not None:
+            snippets = self._build_snippets(session, system, endpoint, call, timeout_s)
         if "HX-Request" in request.headers:
             labels = {field.key: field.name for field in operation.fields} if operation else {}
             part = self._shared.renderer.part
