@@ -364,7 +364,7 @@ def _is_above(value: Any, limit: int) -> bool:
 def _describe_limits(schema: Json, kind: Kind) -> str:
     """The limits of a value in a sentence; empty where it has none."""
     limits = [
-        f"{text} {str(schema[key])[:24]}"
+        f"{text} {_show_number(schema[key])}"
         for key, text in _LIMITS.items()
         if isinstance(schema.get(key), int | float) and abs(schema[key]) < _SHOWN_NUMBER_MAX
     ]
@@ -380,6 +380,10 @@ def _describe_limits(schema: Json, kind: Kind) -> str:
         limits.append("one on each line")
     text = ", ".join(limits)
     return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _show_number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def _join_sentences(texts: list[str]) -> str:

@@ -188,6 +188,12 @@
     });
   });
 
+  // What a call led to comes into view where it is below its form.
+  document.addEventListener("htmx:afterSwap", ({ target }) => {
+    const top = target.id === "outcome" ? target.closest(".card").getBoundingClientRect().top : 0;
+    if (top < 0 || top > innerHeight * .6) target.closest(".card").scrollIntoView();
+  });
+
   // Filters: an input whose data-filter selects the rows that it hides by their first words.
   function filter(input) {
     const wanted = input.value.trim().toLowerCase();

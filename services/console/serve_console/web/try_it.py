@@ -69,6 +69,8 @@ class TryPage:
             max_fields=_FIELDS_MAX, max_files=_FILES_MAX, max_part_size=FORM_PART_BYTES_MAX
         )
         values = {key: value for key, value in form.items() if isinstance(value, str)}
+        files = await _read_files(form)
+        await form.close()
         system = await self._shared.hub.fresh()
         endpoint = find_endpoint(system, values.get("name", ""))
         schema = await self._find_schema(session, system, endpoint)
@@ -88,7 +90,7 @@ class TryPage:
             errors["name"] = "there is no such endpoint"
         if operation is None and key != BY_HAND:
             errors["op"] = "the application does not offer this operation now; load the page again"
-        call, found = await _build_call(operation, values, form)
+        call, found = _build_call(operation, values, files)
         errors |= found
         if call is not None and endpoint is not None and not errors:
             try:
@@ -231,10 +233,9 @@ def find_endpoint(system: System, name: str) -> EndpointView | None:
     return system.endpoints.get(name) or system.endpoints.get(f"default/{name}")
 
 
-async def _build_call(
-    operation: ApiOperation | None, values: Mapping[str, str], form: FormData
+def _build_call(
+    operation: ApiOperation | None, values: Mapping[str, str], files: Mapping[str, Sequence[SentFile]]
 ) -> tuple[CallRequest | None, dict[str, str]]:
-    files = await _read_files(form)
     if operation is not None:
         boundary = f"muster-{secrets.token_hex(16)}"
         return build_operation_request(operation, OperationValues(values, files), boundary)
