@@ -107,9 +107,9 @@ class Bench:
 
 def test_a_call_by_hand_is_sent_with_a_trace_and_its_response_is_shown_as_text() -> None:
     bench = Bench()
-    text = bench.send(path="/a b", body='{"x":1}', headers="A: 1", timeout="5")
+    text = bench.send(path="/a b", body='{"x":\r\n1}', headers="A: 1", timeout="5")
     name, body, headers, timeout_s = bench.stack.caller.calls[-1]
-    assert (name, body, timeout_s) == ("default/shop", b'{"x":1}', 7.0)
+    assert (name, body, timeout_s) == ("default/shop", b'{"x":\n1}', 7.0)
     assert headers["X-Serve-Path"] == "/a%20b"
     assert (headers["A"], headers["Content-Type"]) == ("1", "application/json")
     version, trace_id, _, flags = headers["traceparent"].split("-")

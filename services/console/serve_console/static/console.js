@@ -194,6 +194,18 @@
     if (top < 0 || top > innerHeight * .6) target.closest(".card").scrollIntoView();
   });
 
+  for (const name of ["htmx:responseError", "htmx:sendError"]) {
+    document.addEventListener(name, ({ detail: { target, xhr } }) => {
+      if (target?.id !== "outcome") return;
+      const box = document.createElement("p");
+      box.className = "form-error";
+      box.setAttribute("role", "alert");
+      box.textContent = xhr?.status ? `The console refused the form with status ${xhr.status}. Load the page again.`
+        : "The console cannot be reached.";
+      target.replaceChildren(box);
+    });
+  }
+
   // Filters: an input whose data-filter selects the rows that it hides by their first words.
   function filter(input) {
     const wanted = input.value.trim().toLowerCase();

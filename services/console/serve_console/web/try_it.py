@@ -68,7 +68,8 @@ class TryPage:
         form = await request.form(
             max_fields=_FIELDS_MAX, max_files=_FILES_MAX, max_part_size=FORM_PART_BYTES_MAX
         )
-        values = {key: value for key, value in form.items() if isinstance(value, str)}
+        # Browsers send lines ended by CR and LF, whatever was typed.
+        values = {key: value.replace("\r\n", "\n") for key, value in form.items() if isinstance(value, str)}
         files = await _read_files(form)
         await form.close()
         system = await self._shared.hub.fresh()
