@@ -188,10 +188,13 @@
     });
   });
 
-  // What a call led to comes into view where it is below its form.
+  // What a call led to comes into view where it is below its form, and the fields that it names are marked.
   document.addEventListener("htmx:afterSwap", ({ target }) => {
-    const top = target.id === "outcome" ? target.closest(".card").getBoundingClientRect().top : 0;
+    if (target.id !== "outcome") return;
+    const { top } = target.closest(".card").getBoundingClientRect();
     if (top < 0 || top > innerHeight * .6) target.closest(".card").scrollIntoView();
+    each("form[data-send] [aria-invalid]", (input) => input.removeAttribute("aria-invalid"));
+    each(".form-error a", ({ hash }) => document.getElementById(hash.slice(1))?.setAttribute("aria-invalid", "true"), target);
   });
 
   for (const name of ["htmx:responseError", "htmx:sendError"]) {
