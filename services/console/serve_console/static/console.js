@@ -188,6 +188,27 @@
     });
   });
 
+  // What a call led to comes into view where it is below its form, and the fields that it names are marked.
+  document.addEventListener("htmx:afterSwap", ({ target }) => {
+    if (target.id !== "outcome") return;
+    const { top } = target.closest(".card").getBoundingClientRect();
+    if (top < 0 || top > innerHeight * .6) target.closest(".card").scrollIntoView();
+    each("form[data-send] [aria-invalid]", (input) => input.removeAttribute("aria-invalid"));
+    each(".form-error a", ({ hash }) => document.getElementById(hash.slice(1))?.setAttribute("aria-invalid", "true"), target);
+  });
+
+  for (const name of ["htmx:responseError", "htmx:sendError"]) {
+    document.addEventListener(name, ({ detail: { target, xhr } }) => {
+      if (target?.id !== "outcome") return;
+      const box = document.createElement("p");
+      box.className = "form-error";
+      box.setAttribute("role", "alert");
+      box.textContent = xhr?.status ? `The console refused the form with status ${xhr.status}. Load the page again.`
+        : "The console cannot be reached.";
+      target.replaceChildren(box);
+    });
+  }
+
   // Filters: an input whose data-filter selects the rows that it hides by their first words.
   function filter(input) {
     const wanted = input.value.trim().toLowerCase();
@@ -198,7 +219,9 @@
 
   document.addEventListener("input", ({ target }) => { if (target.matches?.("[data-filter]")) filter(target); });
 
-  document.addEventListener("keydown", ({ key }) => {
+  document.addEventListener("keydown", ({ key, ctrlKey, metaKey, target }) => {
+    const form = target.closest?.("form[data-send]");
+    if (key === "Enter" && (ctrlKey || metaKey) && form) form.requestSubmit();
     if (key !== "Escape") return;
     each("details.confirm[open]", (panel) => { panel.open = false; panel.querySelector("summary").focus(); });
   });

@@ -23,6 +23,7 @@ from serve_console.web.now import NowPage
 from serve_console.web.security import BODY_BYTES_MAX, SecurityHeaders
 from serve_console.web.shared import PACKAGE, Shared
 from serve_console.web.sign_in import SignInPages
+from serve_console.web.try_it import TryPage
 
 _log = structlog.get_logger(__name__)
 
@@ -48,6 +49,7 @@ def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
         Mount(shared.renderer.static, _StaticFiles(directory=PACKAGE / "static")),
         *sign_in.routes(shared),
         *NowPage(shared, streams).routes(),
+        *TryPage(shared).routes(),
     ]
     errors = _Errors(shared)
     app = Starlette(

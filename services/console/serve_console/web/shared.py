@@ -146,6 +146,8 @@ class Shared(msgspec.Struct, frozen=True):
 
         async def endpoint(request: Request) -> Response:
             session = await self.find_session(request)
+            if session is None and "HX-Request" in request.headers:
+                return Response(status_code=401, headers={"HX-Redirect": "/sign-in"})
             if session is None:
                 return RedirectResponse("/sign-in", status_code=303)
             await check_csrf(request, session.csrf)
