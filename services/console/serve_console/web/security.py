@@ -27,6 +27,8 @@ _SAFE: Final = frozenset({"GET", "HEAD"})
 _FORM_FIELDS_MAX: Final = 500
 _FORM_FILES_MAX: Final = 4
 FORM_PART_BYTES_MAX: Final = 32 * 1024 * 1024
+_FORM_BYTES_MAX: Final = FORM_PART_BYTES_MAX + 2 * 1024 * 1024
+"""Largest body of a form: one file, and the other fields."""
 
 
 class SecurityHeaders:
@@ -64,6 +66,7 @@ def check_origin(request: Request) -> None:
 async def check_csrf(request: Request, token: str) -> None:
     """Refuse a form without the token of its page. Raises `HTTPException`."""
     check_origin(request)
+    _check_length(request)
     token_sent = request.headers.get("x-csrf-token")
     if token_sent is None:
         form = await request.form(
@@ -72,6 +75,15 @@ async def check_csrf(request: Request, token: str) -> None:
         token_sent = str(form.get("csrf", ""))
     if not hmac.compare_digest(token_sent.encode(), token.encode()):
         raise HTTPException(403, "The page is too old to send this form; load it again.")
+
+
+def _check_length(request: Request) -> None:
+    """Refuse a body whose size is not known, or too large: files of forms are written to disk as they come."""
+    length = request.headers.get("content-length", "")
+    if not length.isdecimal():
+        raise HTTPException(411, "The form does not state its length.")
+    if int(length) > _FORM_BYTES_MAX:
+        raise HTTPException(413, f"A form may have {FORM_PART_BYTES_MAX // 2**20} MiB at most.")
 
 
 def is_local_path(target: str) -> bool:
