@@ -279,7 +279,7 @@ def backend_config_fields(context: FormContext) -> list[FormField]:
     common = {name for name, _ in COMMON}
     others = {name: value for name, value in plain.items() if name not in common | {"user_config"}}
     return [
-        *(number(context, name, label, plain.get(name, ""), is_half=True) for name, label in COMMON),
+        *(number(context, name, label, plain.get(name, ""), is_half=True, is_required=True) for name, label in COMMON),
         json_area(context, "user_config", "User configuration (JSON)", plain.get("user_config"),
                   hint="Passed to reconfigure() of every replica, without a restart."),
         json_area(context, "config", "All other fields (JSON)", others or None,
@@ -309,7 +309,10 @@ def http_fields(context: FormContext) -> list[FormField]:
     options = context.http or HttpOptions()
     log = context.value("access_log", str(options.access_log).lower())
     return [
-        *(number(context, name, label, getattr(options, name), is_half=True) for name, label in HTTP_NUMBERS),
+        *(
+            number(context, name, label, getattr(options, name), is_half=True, is_required=True)
+            for name, label in HTTP_NUMBERS
+        ),
         FormField(name="access_log", label="Access log", kind="select", value="true" if is_on(log) else "false",
                   options=(("false", "Off"), ("true", "One line for each request")), is_half=True),
         field(context, "root_path", "Path that a load balancer removes", options.root_path, hint="Empty: none."),

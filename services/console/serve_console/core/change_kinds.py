@@ -19,8 +19,9 @@ from serve_common.errors import BadField
 from serve_console.core import change_forms as forms
 from serve_console.core.change_forms import FormContext, FormField
 from serve_console.core.deploy_form import deploy_fields, parse_create_backend, parse_deploy
-from serve_console.core.form_values import FieldsWrong, FormValues, find_field, get_changed
+from serve_console.core.form_values import FieldsWrong, FormValues, find_field, get_changed, whole
 
+_HUGE: Final = 1e15
 Need = Literal["backends", "present", "revisions", "http"]
 Choice = Literal["", "deployment", "backend", "endpoint", "application", "host"]
 
@@ -138,9 +139,9 @@ def _require_changed(values: FormValues, now: dict[str, Any]) -> dict[str, Any]:
 def _update_backend_config(values: FormValues) -> c.UpdateBackendConfig:
     tag, now = values.tag("backend_tag"), values.json_object("config")
     for name, _ in forms.COMMON:
-        number = values.number(name, -1, 10**9)
+        number = values.number(name, -_HUGE, _HUGE)
         if number is not None:
-            now[name] = int(number) if number == int(number) else number
+            now[name] = whole(number)
     if "user_config" in values.typed:
         now["user_config"] = values.json("user_config")
     changed = _require_changed(values, now)
@@ -156,7 +157,8 @@ def _set_endpoint_options(values: FormValues) -> c.SetEndpointOptions:
     now: dict[str, Any] = {
         name: values.text(name) for name in ("shard_key_header", "backend_header", "error_format")
     }
-    now["relative_slo_ms"] = values.number("relative_slo_ms", 1, 86_400_000)
+    deadline = values.number("relative_slo_ms", 1, 86_400_000)
+    now["relative_slo_ms"] = None if deadline is None else whole(deadline)
     changed = _require_changed(values, now)
     try:
         check_endpoint_options(merged(EndpointOptions(), changed, "options"))
@@ -172,9 +174,9 @@ def _was_endpoint_options(context: FormContext) -> Any:
 def _set_http_options(values: FormValues) -> c.SetHttpOptions:
     now: dict[str, Any] = {}
     for name, _ in forms.HTTP_NUMBERS:
-        number = values.number(name, 0, 10**12)
+        number = values.number(name, -_HUGE, _HUGE)
         if number is not None:
-            now[name] = int(number) if number == int(number) else number
+            now[name] = whole(number)
     now["access_log"] = values.is_on("access_log")
     now["root_path"] = values.text("root_path")
     now["middlewares"] = values.text("middlewares").split()

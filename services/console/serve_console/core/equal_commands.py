@@ -20,6 +20,7 @@ from serve_common.config.backend import (
 )
 from serve_common.errors import BadField
 from serve_common.names import check_route, deployment_tag, short_name
+from serve_console.core.form_values import whole
 
 _DASHED: Final = frozenset({"on_failure", "replica_policy"})
 _FILE_ENDS: Final = (".yaml", ".yml", ".json")
@@ -74,14 +75,14 @@ def _option(name: str, value: Any) -> list[str]:
         value = value.value
     if name in _DASHED:
         value = str(value).replace("_", "-")
-    text = value if isinstance(value, str) else _json(value)
+    text = value if isinstance(value, str) else _json(whole(value) if isinstance(value, float) else value)
     return [f"{flag}={text}"] if text.startswith("-") or not text else [flag, text]
 
 
 def _shares(weights: Mapping[str, float]) -> list[str]:
     _require(bool(weights) and all(0 <= weight <= 1 for weight in weights.values()))
     return [
-        _name(tag) if len(weights) == 1 and weight == 1 else f"{_name(tag)}={_json(weight)}"
+        _name(tag) if len(weights) == 1 and weight == 1 else f"{_name(tag)}={_json(whole(weight))}"
         for tag, weight in weights.items()
     ]
 
@@ -97,7 +98,7 @@ def _set_traffic(command: c.SetTraffic) -> list[str]:
 
 def _shadow_traffic(command: c.ShadowTraffic) -> list[str]:
     _require(0 <= command.proportion <= 1)
-    share = _json(command.proportion)
+    share = _json(whole(command.proportion))
     return ["traffic", "shadow", _name(command.endpoint), _name(command.backend_tag), share]
 
 

@@ -171,7 +171,7 @@ class FormValues:
         }
         total = sum(weights.values())
         if not any(name in self.errors for name in names) and abs(total - 1) > 1e-6:
-            self.errors[prefix] = f"the shares come to {total * 100:g} %; they must come to 100 %"
+            self.errors[""] = f"The shares come to {total * 100:g} %; they must come to 100 %."
         return weights
 
 
@@ -189,6 +189,11 @@ def find_field(names: Sequence[str], path: str) -> str:
     return next((candidate for candidate in candidates if candidate in names), "")
 
 
+def whole(number: float) -> float:
+    """The number as an integer if it is one, as people write it."""
+    return int(number) if number == int(number) else number
+
+
 def get_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``now`` that ``was`` lacks or has otherwise."""
     return {name: value for name, value in now.items() if name not in was or was[name] != value}
@@ -201,7 +206,7 @@ def pretty_json(value: Any) -> str:
 
 def get_subject(command: Any) -> str:
     """The name, tag or id of the object that a command names; empty: it names none."""
-    for field in ("name", "backend_tag", "endpoint", "host_id"):
+    for field in ("name", "endpoint", "backend_tag", "host_id"):
         found = getattr(command, field, None)
         if isinstance(found, str):
             return found

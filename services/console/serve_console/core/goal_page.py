@@ -16,7 +16,7 @@ from serve_console.core.plan_page import strip_escapes
 from serve_console.core.system import System
 
 GOAL_ID_LENGTH_MAX: Final = 100
-_GOAL_ID: Final = re.compile(r"goal-[A-Za-z0-9_-]+")
+_GOAL_ID: Final = re.compile(r"\bg\d+\b")
 _DOTS_MAX: Final = 400
 
 GoalPart = Literal["pending", "succeeded", "failed", "superseded", "aborted"]

@@ -15,7 +15,7 @@ ROWS_MAX: Final = 200
 """Most replicas that are listed."""
 _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_WORDS: Final = {
+_PHRASES: Final = {
     PlannedAction.START: ("starts", "start", "starting"),
     PlannedAction.STOP: ("stops", "stop", "stopping"),
     PlannedAction.RECONFIGURE: ("is reconfigured", "are reconfigured", "updating"),
@@ -48,14 +48,19 @@ class PlanPage(msgspec.Struct, frozen=True, kw_only=True):
 def build_plan_page(view: PlanView) -> PlanPage:
     """The dry run as its page shows it."""
     counts = Counter(replica.action for replica in view.replicas)
-    parts = [f"{counts[action]} {_WORDS[action][counts[action] != 1]}" for action in _WORDS if counts[action]]
+    parts = [
+        f"{counts[action]} {_PHRASES[action][counts[action] != 1]}" for action in _PHRASES if counts[action]
+    ]
+    if parts:
+        number, _, rest = parts[0].partition(" ")
+        parts[0] = f"{number} {'replica' if number == '1' else 'replicas'} {rest}"
     return PlanPage(
         has_effect=view.updating,
         summary=", ".join(parts),
         rows=[
             PlanRow(
-                state=_WORDS[replica.action][2],
-                action=_WORDS[replica.action][0],
+                state=_PHRASES[replica.action][2],
+                action=_PHRASES[replica.action][0],
                 replica=short_name(replica.replica_tag or replica.backend_tag)
                 + ("" if replica.replica_tag else " (a new one)"),
                 why=strip_escapes(replica.why),
