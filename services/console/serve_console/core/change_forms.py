@@ -20,12 +20,12 @@ CHOICES_MAX: Final = 500
 SPLIT_MAX: Final = 24
 """Most backends that a split proposes."""
 COMMON: Final = (
-    ("max_concurrent_queries", "Requests at once in one replica"),
-    ("max_queued_requests", "Requests that may wait in one proxy"),
-    ("graceful_shutdown_timeout_s", "Seconds to finish before a stop"),
-    ("health_check_period_s", "Seconds between health checks"),
-    ("health_check_timeout_s", "Seconds until a check has failed"),
-    ("start_timeout_s", "Seconds that a start may take"),
+    ("max_concurrent_queries", "Concurrent requests"),
+    ("max_queued_requests", "Queue of each proxy"),
+    ("graceful_shutdown_timeout_s", "Time to stop (s)"),
+    ("health_check_period_s", "Health checks every (s)"),
+    ("health_check_timeout_s", "Time for a check (s)"),
+    ("start_timeout_s", "Time to start (s)"),
 )
 """Fields of `BackendConfig` with an input of their own; all others are edited as JSON."""
 HTTP_NUMBERS: Final = (
@@ -59,8 +59,8 @@ class FormField(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     group: Literal["", "more"] = ""
     """``more``: folded away at first."""
-    is_half: bool = False
-    """Whether it shares its row with those beside it."""
+    row: str = ""
+    """Inputs beside one another with the same name share a row; empty: it has one of its own."""
     attributes: dict[str, str] = {}
     """Further attributes of the element."""
 
@@ -173,7 +173,7 @@ def split_fields(context: FormContext, prefix: str, present: Mapping[str, float]
             f"{prefix}.{tag}",
             f"{short_name(tag)} (%)",
             round(present[tag] * 100, 8) if tag in present else "",
-            is_half=True,
+            row="numbers",
             attributes={"min": "0", "max": "100"},
         )
         for tag in tags
@@ -238,11 +238,11 @@ def start_rollout_fields(context: FormContext) -> list[FormField]:
     steps = ", ".join((rollout or RolloutConfig()).steps)
     return [
         field(
-            context, "version", "Version", is_half=True,
+            context, "version", "Version", row="numbers",
             hint=f"A name for the new code{f'; now {present.version}' if present and present.version else ''}.",
         ),
         field(
-            context, "import_path", "Import path", code.import_path if code else "", is_half=True,
+            context, "import_path", "Import path", code.import_path if code else "", row="numbers",
             hint="module:attribute of the new code.",
         ),
         field(context, "app_dir", "Directory", code.app_dir if code else "", hint="As the replica hosts see it."),
@@ -279,11 +279,11 @@ def backend_config_fields(context: FormContext) -> list[FormField]:
     common = {name for name, _ in COMMON}
     others = {name: value for name, value in plain.items() if name not in common | {"user_config"}}
     return [
-        *(number(context, name, label, plain.get(name, ""), is_half=True, is_required=True) for name, label in COMMON),
+        *(number(context, name, label, plain.get(name, ""), row="numbers", is_required=True) for name, label in COMMON),
         json_area(context, "user_config", "User configuration (JSON)", plain.get("user_config"),
                   hint="Passed to reconfigure() of every replica, without a restart."),
         json_area(context, "config", "All other fields (JSON)", others or None,
-                  hint="Only what differs from the present values is changed."),
+                  hint="Only what is changed here is sent; docs/reference/configuration.md explains each field."),
         checkbox(context, "skips_rollout", "Reconfigure all replicas at once", "Although `rollout` is set.",
                  group="more"),
     ]  # fmt: skip
@@ -310,11 +310,11 @@ def http_fields(context: FormContext) -> list[FormField]:
     log = context.value("access_log", str(options.access_log).lower())
     return [
         *(
-            number(context, name, label, getattr(options, name), is_half=True, is_required=True)
+            number(context, name, label, getattr(options, name), row="numbers", is_required=True)
             for name, label in HTTP_NUMBERS
         ),
         FormField(name="access_log", label="Access log", kind="select", value="true" if is_on(log) else "false",
-                  options=(("false", "Off"), ("true", "One line for each request")), is_half=True),
+                  options=(("false", "Off"), ("true", "One line for each request")), row="numbers"),
         field(context, "root_path", "Path that a load balancer removes", options.root_path, hint="Empty: none."),
         field(context, "middlewares", "Middlewares", "\n".join(options.middlewares), kind="textarea",
               hint="module:attribute, one a line, the outermost first.", attributes={"rows": "3"}),
@@ -337,8 +337,8 @@ def create_backend_fields(context: FormContext) -> list[FormField]:
         field(context, "backend_tag", "Name", is_required=True, hint="No deployment may have it."),
         field(context, "import_path", "Import path", is_required=True, hint="Such as digits:Digits."),
         field(context, "app_dir", "Directory", context.apps_dir, hint="As the replica hosts see it."),
-        number(context, "num_replicas", "Number of replicas", BackendConfig().num_replicas, is_half=True),
-        number(context, "num_cpus", "CPUs of each", 1, is_half=True),
+        number(context, "num_replicas", "Number of replicas", BackendConfig().num_replicas, row="numbers"),
+        number(context, "num_cpus", "CPUs of each", 1, row="numbers"),
         json_area(context, "replica_config", "Other fields of ReplicaConfig (JSON)", group="more"),
         json_area(context, "backend_config", "Other fields of BackendConfig (JSON)", group="more"),
     ]

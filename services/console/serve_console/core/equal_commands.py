@@ -40,10 +40,29 @@ def command_line(command: c.Command[Any], prefix: str = "serve") -> str:
         return shlex.join(["muster", *_BUILD[type(command)](command)])
     except (_NoEqual, KeyError):
         pass
-    plain = msgspec.to_builtins(command)
-    plain.pop("request_id", None)
-    body = msgspec.json.encode(plain).decode()
+    fields = _without_defaults(command)
+    fields.pop("request_id", None)
+    body = msgspec.json.encode(fields).decode()
     return shlex.join(["nats", "request", f"{prefix}.admin.{command.verb}", body])
+
+
+def _without_defaults(value: msgspec.Struct) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    fields: dict[str, Any] = {}
+    for each in msgspec.structs.fields(value):
+        found = getattr(value, each.name)
+        default = each.default if each.default_factory is msgspec.NODEFAULT else each.default_factory()
+        if found != default:
+            fields[each.encode_name] = _plain(found)
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _without_defaults(value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
 
 
 def _json(value: Any) -> str:

@@ -183,8 +183,8 @@ def is_on(text: str) -> bool:
 def find_field(names: Sequence[str], path: str) -> str:
     """The form's field that a refusal is about, by the ``path`` that the controller names; empty: none of them."""
     parts = path.replace("[", ".").replace("]", "").split(".")
-    candidates = [path, *(".".join(parts[:end]) for end in range(len(parts), 0, -1))]
-    candidates += [".".join(parts[start:]) for start in range(1, len(parts))]
+    candidates = [path, *(".".join(parts[start:]) for start in range(len(parts)))]
+    candidates += [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     candidates += reversed(parts)
     return next((candidate for candidate in candidates if candidate in names), "")
 

@@ -110,6 +110,8 @@ def build_goal_page(goal: GoalView, subject: GoalSubject | None, system: System,
     message = strip_escapes(goal.message)
     if state == "pending":
         message = message or "Waiting for its first report."
+    elif state == "succeeded":
+        message = "What was wanted is so, and every proxy has applied it."
     elif state == "failed":
         message = _describe_serving(views)
     elif state == "superseded":
@@ -121,7 +123,7 @@ def build_goal_page(goal: GoalView, subject: GoalSubject | None, system: System,
         goal_id=goal.goal_id,
         state=state,
         headline=_HEADLINES[state],
-        message=message if state != "succeeded" else "",
+        message=message,
         traceback=error if state in {"failed", "aborted"} else "",
         replaced_by="" if replaced_by is None else replaced_by[0],
         trouble=trouble,

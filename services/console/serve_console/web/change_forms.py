@@ -259,5 +259,5 @@ class ChangeForms:
         errors = {"": describe_failure(error)}
         if isinstance(error, BadField):
             name = find_field(list(typed), error.field)
-            errors = {name: error.reason} if name else {"": str(error)}
+            errors = {name: error.reason if name and error.field.endswith(name) else str(error)}
         return await self.show(request, session, verb, typed, errors=errors, status=error.status_hint)
