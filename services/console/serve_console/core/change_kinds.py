@@ -42,10 +42,16 @@ class ChangeKind(msgspec.Struct, frozen=True, kw_only=True):
     """What the object is, to choose one where none is named."""
     needs: frozenset[Need] = frozenset()
     """What the form is filled in from, beyond the system."""
+    link: str = ""
+    """What stands between the title and the name of the object, such as `` of``."""
     deletes: bool = False
     """Whether it cannot be undone, so that the name is typed first."""
     was: Callable[[FormContext], Any] | None = None
     """The values that the form shows, to send only what was changed."""
+
+    def heading(self, name: str) -> str:
+        """The title with the object's name; empty: without one."""
+        return f"{self.title}{self.link} {name}" if name else self.title
 
 
 def _split(values: FormValues, prefix: str) -> dict[str, float]:
@@ -243,34 +249,34 @@ CHANGES: Final[Mapping[str, ChangeKind]] = {
         needs=frozenset({"present"}), intro="Replicas that stay are not touched.",
     ),
     "set_traffic": ChangeKind(
-        title="Split traffic", subject="endpoint", choice="endpoint", parse=_set_traffic, fields=forms.traffic_fields,
-        needs=frozenset({"backends"}),
+        title="Split traffic", link=" of", subject="endpoint", choice="endpoint", parse=_set_traffic,
+        fields=forms.traffic_fields, needs=frozenset({"backends"}),
         intro="The share of the endpoint's requests that each backend gets. Empty: none. Together they are 100 %.",
     ),
     "shadow_traffic": ChangeKind(
-        title="Copy traffic", subject="endpoint", choice="endpoint", parse=_shadow_traffic, fields=forms.shadow_fields,
-        needs=frozenset({"backends"}), intro="Copies a share of the endpoint's requests to another backend.",
+        title="Copy traffic", link=" of", subject="endpoint", choice="endpoint", parse=_shadow_traffic,
+        fields=forms.shadow_fields, needs=frozenset({"backends"}), intro="Copies a share of the endpoint's requests to another backend.",
     ),
     "rollback": ChangeKind(
         title="Roll back", subject="name", choice="backend", parse=_rollback, fields=forms.rollback_fields,
         needs=frozenset({"revisions"}), intro="Returns to an earlier revision.",
     ),
     "start_rollout": ChangeKind(
-        title="Start a rollout", subject="name", choice="backend", parse=_start_rollout,
+        title="Start a rollout", link=" of", subject="name", choice="backend", parse=_start_rollout,
         fields=forms.start_rollout_fields, needs=frozenset({"present"}), was=_was_code,
         intro="The new version takes over step by step, compared with the old one, and is aborted where it is worse.",
     ),
     "control_rollout": ChangeKind(
-        title="Change a rollout", subject="name", choice="backend", parse=_control_rollout,
+        title="Change a rollout", link=" of", subject="name", choice="backend", parse=_control_rollout,
         fields=forms.control_fields, intro="Pauses, resumes, promotes or aborts it, or lets its step pass.",
     ),
     "pause_autoscaling": ChangeKind(
-        title="Pause autoscaling", subject="backend_tag", choice="backend",
+        title="Pause autoscaling", link=" of", subject="backend_tag", choice="backend",
         parse=_of_tag(c.PauseAutoscaling, "backend_tag"),
         intro="The number of replicas stays as it is, across deploys too, until autoscaling is resumed.",
     ),
     "resume_autoscaling": ChangeKind(
-        title="Resume autoscaling", subject="backend_tag", choice="backend",
+        title="Resume autoscaling", link=" of", subject="backend_tag", choice="backend",
         parse=_of_tag(c.ResumeAutoscaling, "backend_tag"),
         intro="The number of replicas follows the load again, from what it is now.",
     ),

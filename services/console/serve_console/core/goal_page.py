@@ -81,7 +81,7 @@ class GoalPage(msgspec.Struct, frozen=True, kw_only=True):
 
 def find_subject(goal_id: GoalId, history: list[HistoryView], system: System) -> GoalSubject | None:
     """The change of a goal, from the history or from what it last changed."""
-    for entry in history:
+    for entry in reversed(history):  # the oldest is the one that made it
         if entry.goal_id == goal_id:
             return GoalSubject(verb=entry.verb, name=entry.subject, at=entry.at, by=entry.principal)
     for view in system.deployments:
@@ -98,7 +98,9 @@ def describe_change(subject: GoalSubject | None) -> str:
     if subject is None:
         return "Change"
     kind = CHANGES.get(subject.verb)
-    title = kind.title if kind is not None else subject.verb.replace("_", " ").capitalize() or "Change"
+    if kind is not None:
+        return kind.heading(short_name(subject.name))
+    title = subject.verb.replace("_", " ").capitalize() or "Change of"
     return f"{title} {short_name(subject.name)}".strip()
 
 
@@ -111,7 +113,7 @@ def build_goal_page(goal: GoalView, subject: GoalSubject | None, system: System,
     if state == "pending":
         message = message or "Waiting for its first report."
     elif state == "succeeded":
-        message = "What was wanted is so, and every proxy has applied it."
+        message = "Every proxy has applied it."
     elif state == "failed":
         message = _describe_serving(views)
     elif state == "superseded":

@@ -39,6 +39,7 @@ from serve_console.core.change_forms import (
 from serve_console.core.change_kinds import CHANGES, ChangeKind
 from serve_console.core.deploy_form import ARCHIVE_FIELD
 from serve_console.core.form_values import FieldsWrong, FormValues, find_field
+from serve_console.core.system import System
 from serve_console.core.uploaded_archives import UPLOAD_BYTES_MAX, repack
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.shared import Shared
@@ -87,6 +88,13 @@ def describe_failure(error: ServeError) -> str:
             return str(error)
 
 
+def find_back(kind: ChangeKind, subject: str, system: System) -> str:
+    """Where a change is left to."""
+    if kind.choice == "host":
+        return "/hosts"
+    return f"/deployments/{subject}" if system.find_deployment(subject) is not None else "/"
+
+
 def _build_tabs(name: str) -> list[tuple[str, str, str]]:
     named = {"name": name} if name else {}
     return [
@@ -118,7 +126,7 @@ class ChangeForms:
         is_chosen = not kind.subject or bool(typed.get(kind.subject))
         fields = with_errors(kind.fields(context), errors) if is_chosen else [self._choice(kind, context)]
         shown = {each.name for each in fields if each.error}
-        title = f"{kind.title} {short_name(context.subject)}" if kind.subject and is_chosen else kind.title
+        title = kind.heading(short_name(context.subject) if kind.subject and is_chosen else "")
         return self._shared.renderer.page(
             request,
             session,
@@ -138,7 +146,7 @@ class ChangeForms:
             trouble=trouble,
             source=typed.get("source", "mounted"),
             tabs=_build_tabs(typed.get("name", "")) if verb == "deploy" else [],
-            back=self._find_back(kind, context),
+            back=find_back(kind, context.subject, context.system),
         )
 
     def _get_hidden(
@@ -178,14 +186,6 @@ class ChangeForms:
         return FormField(
             name=kind.subject, label=label, kind="select", options=choices(names), is_required=True
         )
-
-    @staticmethod
-    def _find_back(kind: ChangeKind, context: FormContext) -> str:
-        if kind.choice == "host":
-            return "/hosts"
-        if context.subject and context.system.find_deployment(context.subject) is not None:
-            return f"/deployments/{context.subject}"
-        return "/"
 
     async def _load(
         self, session: PersonSession, verb: str, kind: ChangeKind, typed: Mapping[str, str]

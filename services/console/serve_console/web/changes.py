@@ -23,7 +23,14 @@ from serve_console.core.equal_commands import command_line
 from serve_console.core.form_values import FieldsWrong, get_subject
 from serve_console.core.plan_page import build_plan_page
 from serve_console.shell.sessions import PersonSession
-from serve_console.web.change_forms import ChangeForms, check_role, describe_failure, find_kind, get_typed
+from serve_console.web.change_forms import (
+    ChangeForms,
+    check_role,
+    describe_failure,
+    find_back,
+    find_kind,
+    get_typed,
+)
 from serve_console.web.shared import Shared
 
 _log = structlog.get_logger(__name__)
@@ -46,6 +53,7 @@ class ChangePages:
             post("/do/{verb}/edit", self._edit),
             post("/do/{verb}/plan", self._plan),
             post("/do/{verb}/apply", self._apply),
+            *(get(f"/do/{{verb}}/{step}", self._start_again) for step in ("edit", "plan", "apply")),
             get("/do/{verb}/done", self._show_done),
         ]
 
@@ -66,6 +74,10 @@ class ChangePages:
         if "name" in typed:
             typed["name"] = short_name(typed["name"])
         return await self._forms.show(request, session, "deploy", typed)
+
+    async def _start_again(self, request: Request, session: PersonSession) -> Response:
+        """What an address without its form leads to."""
+        return RedirectResponse(f"/do/{_find_verb(request, session)}", status_code=303)
 
     async def _edit(self, request: Request, session: PersonSession) -> Response:
         verb = _find_verb(request, session)
@@ -109,7 +121,7 @@ class ChangePages:
             verb=command.verb,
             kind=kind,
             subject=short_name(subject),
-            title=f"{kind.title} {short_name(subject)}".strip(),
+            title=kind.heading(short_name(subject)),
             plan=None if view is None else build_plan_page(view),
             line=command_line(command, self._shared.settings.stack.subject_prefix),
             fields={
@@ -119,6 +131,7 @@ class ChangePages:
             error=error,
             confirm_error=confirm_error,
             confirm=confirm,
+            back=find_back(kind, subject, self._shared.hub.system),
         )
 
     async def _apply(self, request: Request, session: PersonSession) -> Response:
@@ -156,7 +169,7 @@ class ChangePages:
             session,
             "done.html",
             system=await self._shared.hub.fresh(),
-            title=f"{kind.title} {short_name(name)}".strip(),
+            title=kind.heading(short_name(name)),
             name=name,
             has_changed=request.query_params.get("changed") == "true",
             is_deployment=self._shared.hub.system.find_deployment(name) is not None,
