@@ -255,7 +255,8 @@ CHANGES: Final[Mapping[str, ChangeKind]] = {
     ),
     "shadow_traffic": ChangeKind(
         title="Copy traffic", link=" of", subject="endpoint", choice="endpoint", parse=_shadow_traffic,
-        fields=forms.shadow_fields, needs=frozenset({"backends"}), intro="Copies a share of the endpoint's requests to another backend.",
+        fields=forms.shadow_fields, needs=frozenset({"backends"}),
+        intro="Copies a share of the endpoint's requests to another backend.",
     ),
     "rollback": ChangeKind(
         title="Roll back", subject="name", choice="backend", parse=_rollback, fields=forms.rollback_fields,
