@@ -165,7 +165,9 @@ def split_fields(context: FormContext, prefix: str, present: Mapping[str, float]
     """One field for each backend, in percent."""
     typed = [name.removeprefix(f"{prefix}.") for name in context.typed if name.startswith(f"{prefix}.")]
     application = context.subject.partition("/")[0]
-    others = sorted(context.backends, key=lambda tag: (tag.partition("/")[0] != application, tag))
+    others = sorted(
+        filter(_is_lasting, context.backends), key=lambda tag: (tag.partition("/")[0] != application, tag)
+    )
     tags = list(dict.fromkeys([*present, *typed, *others]))[:SPLIT_MAX]
     return [
         number(
@@ -178,6 +180,11 @@ def split_fields(context: FormContext, prefix: str, present: Mapping[str, float]
         )
         for tag in tags
     ]
+
+
+def _is_lasting(tag: str) -> bool:
+    """Whether a backend is more than a part of a rollout that is under way."""
+    return not tag.endswith(("--canary", "--baseline"))
 
 
 def traffic_fields(context: FormContext) -> list[FormField]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Mapping
 from typing import Any, final
@@ -143,8 +144,13 @@ class ChangePages:
         confirm = str(form.get("confirm", "")).strip()
         if kind.deletes and confirm not in {subject, short_name(subject)}:
             text = f"Type {short_name(subject)} to delete it."
+            view = None
+            with contextlib.suppress(
+                ServeError
+            ):  # the same page again; what is away shows at the next attempt
+                view = await session.stack.live.call(Plan.for_command(command))
             return self._show_plan(
-                request, session, command, typed, confirm_error=text, confirm=confirm, status=422
+                request, session, command, typed, view=view, confirm_error=text, confirm=confirm, status=422
             )
         try:
             reply: ChangeReply = await session.stack.admin.call(command)
