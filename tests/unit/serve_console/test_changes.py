@@ -29,7 +29,7 @@ from serve_common.api.views import (
     RevisionView,
 )
 from serve_common.clock import SystemClock
-from serve_common.config.backend import HttpOptions
+from serve_common.config.backend import HttpOptions, ReplicaConfig
 from serve_common.errors import BadField, BusUnavailable, Conflict, NotFound, NotLeading
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
@@ -303,6 +303,29 @@ def test_a_failed_goal_shows_why_what_serves_and_what_to_do() -> None:
     assert page.traceback == "Traceback …\nValueError: <b>"
     assert page.message == "digits goes on serving: 1 replica of version v1."
     assert "/do/rollback?name=default/digits" in {link.href for link in page.links}
+
+
+def test_a_deploy_that_failed_is_corrected_from_what_was_sent(
+    browser: Browser, controller: PlayedController
+) -> None:
+    sent = c.Deploy(
+        name=TAG, version="v3", replica_config=ReplicaConfig(import_path="digits:Wrong", app_dir="/x")
+    )
+    controller.answers["get_history"] = [
+        HistoryView(id=1, at=5.0, principal="ana", epoch=1, verb="deploy", subject=TAG, goal_id=GoalId("g7"),
+                    request=msgspec.to_builtins(sent))
+    ]  # fmt: skip
+    fields = parse_form(browser.get(f"/deploy?name={TAG}&goal=g7").text)[1]
+    assert (fields["name"], fields["version"]) == ("digits", "v3")
+    assert (fields["import_path"], fields["app_dir"]) == ("digits:Wrong", "/x")
+    assert parse_form(browser.get(f"/deploy?name={TAG}").text)[1]["import_path"] == "digits:Digits"
+
+
+def test_an_archive_need_not_be_chosen_again_after_a_mistake(browser: Browser) -> None:
+    form, data = browser.get("/deploy?source=packaged"), archive(**{"digits.py": ""})
+    page = browser.send(form, files={"archive": ("a.zip", data)}, name="a b", import_path="digits:Digits")
+    assert page.status_code == 422
+    assert parse_form(page.text)[1]["working_dir"] == digest_code(repack(data, "digits:Digits"))
 
 
 def test_the_page_of_a_goal_names_the_change_and_its_person(

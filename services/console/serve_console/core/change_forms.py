@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from serve_common.api.commands import Deploy
 from serve_common.api.views import BackendConfigView, EndpointView, RevisionView
 from serve_common.config.backend import BackendConfig, EndpointOptions, HttpOptions
 from serve_common.config.rollout import RolloutConfig
@@ -78,6 +79,8 @@ class FormContext(msgspec.Struct, frozen=True, kw_only=True):
     present: BackendConfigView | None = None
     revisions: tuple[RevisionView, ...] = ()
     http: HttpOptions | None = None
+    deployed: Deploy | None = None
+    """An earlier deploy to start from; None: what is deployed now."""
     apps_dir: str = ""
     """Directory of applications as replica hosts see it."""
 

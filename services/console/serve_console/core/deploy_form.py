@@ -8,7 +8,6 @@ from typing import Any, Final
 import msgspec
 
 from serve_common.api.commands import CreateBackend, Deploy
-from serve_common.api.views import DeploymentView
 from serve_common.config.backend import (
     BackendConfig,
     EndpointOptions,
@@ -30,11 +29,26 @@ _OWN_FIELDS: Final = frozenset({"num_replicas", "user_config"})
 """Fields of `BackendConfig` with inputs of their own."""
 
 
+def find_deploy(context: FormContext) -> Deploy:
+    """What the form starts from: an earlier deploy, what runs now, or nothing but defaults."""
+    if context.deployed is not None:
+        return context.deployed
+    view = context.system.find_deployment(context.subject)
+    if view is None:
+        return Deploy(name="", replica_config=ReplicaConfig(import_path="", app_dir=context.apps_dir))
+    return Deploy(
+        name=view.name,
+        replica_config=view.replica_config,
+        backend_config=view.backend_config,
+        route_prefix=view.route_prefix,
+        endpoint_options=view.endpoint_options,
+    )
+
+
 def deploy_fields(context: FormContext) -> list[FormField]:
     """All inputs. ``source`` among the typed values chooses between a mounted and a packaged app."""
-    view = context.system.find_deployment(context.subject)
-    code = ReplicaConfig(import_path="", app_dir=context.apps_dir) if view is None else view.replica_config
-    config = BackendConfig() if view is None else view.backend_config
+    base = find_deploy(context)
+    code, config = base.replica_config, base.backend_config
     options = code.ray_actor_options
     limits = config.autoscaling_config
     whole = {"step": "1", "inputmode": "numeric"}
@@ -42,14 +56,14 @@ def deploy_fields(context: FormContext) -> list[FormField]:
     environment = options.runtime_env.get("env_vars", {})
     lines = "\n".join(f"{name}={value}" for name, value in environment.items())
     return [
-        field(context, "name", "Name", "" if view is None else short_name(view.name), is_required=True, row="name",
+        field(context, "name", "Name", short_name(base.name), is_required=True, row="name",
               hint="digits, or shop/digits."),
-        field(context, "version", "Version", row="name",
+        field(context, "version", "Version", base.version, row="name",
               hint="A new name for new code; with the present one replicas stay."),
         field(context, "import_path", "Import path", code.import_path, is_required=True,
               hint="module:attribute of a class or function, such as digits:Digits."),
         *_source_fields(context, code),
-        field(context, "route_prefix", "Route", "" if view is None else view.route_prefix or "", row="route",
+        field(context, "route_prefix", "Route", base.route_prefix, row="route",
               hint="Such as /digits. Empty: over NATS only."),
         number(context, "num_replicas", "Number of replicas", config.num_replicas, row="route",
                hint="Ignored with autoscaling.", attributes=whole),
@@ -71,7 +85,7 @@ def deploy_fields(context: FormContext) -> list[FormField]:
         json_area(context, "replica_config", "Other fields of ReplicaConfig (JSON)", _get_other_code(code),
                   group="more"),
         json_area(context, "endpoint_options", "Options of the endpoint (JSON)",
-                  None if view is None else _get_options(view), group="more"),
+                  _get_options(base.endpoint_options), group="more"),
         checkbox(context, "skips_rollout", "Replace the old version at once", "Although `rollout` is set.",
                  group="more"),
     ]  # fmt: skip
@@ -119,14 +133,11 @@ def _get_other_code(code: ReplicaConfig) -> dict[str, Any] | None:
     return found or None
 
 
-def _get_options(view: DeploymentView) -> dict[str, Any] | None:
-    default, plain = EndpointOptions(), msgspec.to_builtins(view.endpoint_options)
-    changed = {
-        name: value
-        for name, value in plain.items()
-        if getattr(view.endpoint_options, name) != getattr(default, name)
-    }
-    return changed or None
+def _get_options(options: EndpointOptions) -> dict[str, Any] | None:
+    default, plain = EndpointOptions(), msgspec.to_builtins(options)
+    return {
+        name: value for name, value in plain.items() if getattr(options, name) != getattr(default, name)
+    } or None
 
 
 def parse_deploy(values: FormValues) -> Deploy:

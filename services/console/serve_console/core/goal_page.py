@@ -130,7 +130,7 @@ def build_goal_page(goal: GoalView, subject: GoalSubject | None, system: System,
         replaced_by="" if replaced_by is None else replaced_by[0],
         trouble=trouble,
         replicas=[_build_replicas(view, system) for view in views],
-        links=_build_links(state, subject, views),
+        links=_build_links(goal.goal_id, state, subject, views),
     )
 
 
@@ -196,12 +196,15 @@ def _build_replicas(view: DeploymentView, system: System) -> GoalReplicas:
     )
 
 
-def _build_links(state: GoalPart, subject: GoalSubject | None, views: list[DeploymentView]) -> list[GoalLink]:
+def _build_links(
+    goal_id: str, state: GoalPart, subject: GoalSubject | None, views: list[DeploymentView]
+) -> list[GoalLink]:
     links: list[GoalLink] = []
     if len(views) == 1:
         name = quote(views[0].name)
         if state in {"failed", "aborted"}:
-            links.append(GoalLink("Change and deploy again", f"/deploy?name={name}", "deploy"))
+            again = f"&goal={quote(goal_id)}" if subject is not None and subject.verb == "deploy" else ""
+            links.append(GoalLink("Change and deploy again", f"/deploy?name={name}{again}", "deploy"))
             links.append(GoalLink("Roll back", f"/do/rollback?name={name}", "rollback"))
         links.append(GoalLink(f"Open {short_name(views[0].name)}", f"/deployments/{name}"))
         if state == "succeeded" and subject is not None and subject.verb in {"deploy", "rollback"}:

@@ -8,14 +8,15 @@ from typing import Any, Final, final
 from urllib.parse import urlencode
 
 import msgspec
+import structlog
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from muster.client.requests import NoListeners, NoReply
-from serve_common.api.commands import Command
-from serve_common.api.queries import GetAllBackends, GetBackendConfig, GetHttpConfig, GetRevisions
+from serve_common.api.commands import Command, Deploy
+from serve_common.api.queries import GetAllBackends, GetBackendConfig, GetHistory, GetHttpConfig, GetRevisions
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -37,15 +38,18 @@ from serve_console.core.change_forms import (
     with_errors,
 )
 from serve_console.core.change_kinds import CHANGES, ChangeKind
-from serve_console.core.deploy_form import ARCHIVE_FIELD
+from serve_console.core.deploy_form import ARCHIVE_FIELD, find_deploy
 from serve_console.core.form_values import FieldsWrong, FormValues, find_field
 from serve_console.core.system import System
 from serve_console.core.uploaded_archives import UPLOAD_BYTES_MAX, repack
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.shared import Shared
 
+_log = structlog.get_logger(__name__)
+
 _NOT_TYPED: Final = frozenset({"csrf", "command", "confirm", ARCHIVE_FIELD})
 _STATUS_WRONG: Final = 422
+_HISTORY_MAX: Final = 200
 
 
 def find_kind(verb: str) -> ChangeKind:
@@ -162,8 +166,8 @@ class ChangeForms:
             hidden["was"] = context.typed.get("was", present)
         if verb == "deploy":
             hidden["source"] = context.value("source", "mounted")
-            view = context.system.find_deployment(context.subject)
-            digest = "" if view is None else view.replica_config.working_dir
+            code = find_deploy(context).replica_config
+            digest = code.working_dir
             if hidden["source"] == "packaged":
                 hidden["working_dir"] = context.value("working_dir", digest)
         if verb == "control_rollout" and context.typed.get("step"):
@@ -201,6 +205,8 @@ class ChangeForms:
         found: dict[str, Any] = {}
         live = session.stack.live
         try:
+            if verb == "deploy" and typed.get("goal"):
+                found["deployed"] = await self._find_deployed(session, typed["goal"])
             if "backends" in kind.needs or (kind.choice == "backend" and not subject):
                 found["backends"] = tuple(view.backend_tag for view in await live.call(GetAllBackends()))
             if "present" in kind.needs and subject:
@@ -216,16 +222,28 @@ class ChangeForms:
             return msgspec.structs.replace(context, **found), trouble
         return msgspec.structs.replace(context, **found), ""
 
+    async def _find_deployed(self, session: PersonSession, goal_id: str) -> Deploy | None:
+        """The deploy of a goal, as history has it."""
+        for entry in await session.stack.live.call(GetHistory(limit=_HISTORY_MAX)):
+            if entry.goal_id == goal_id and entry.verb == Deploy.verb:
+                try:
+                    return msgspec.convert(entry.request, Deploy)
+                except msgspec.ValidationError as error:
+                    _log.info("history_unreadable", goal_id=goal_id, reason=str(error))
+        return None
+
     async def parse(
-        self, session: PersonSession, verb: str, form: FormData
-    ) -> tuple[Command[Any], dict[str, str]]:
-        """The command of a form, with what was typed; an archive is uploaded. Raises `FieldsWrong`, `ServeError`."""
-        typed = get_typed(form)
+        self, session: PersonSession, verb: str, form: FormData, typed: dict[str, str]
+    ) -> Command[Any]:
+        """The command of a form. Raises `FieldsWrong`, `ServeError`.
+
+        An archive is uploaded first, and ``typed`` then has its digest: it need not be chosen again.
+        """
         if verb == "deploy":
             digest = await self._upload(session, form, typed)
             if digest:
                 typed["working_dir"] = digest
-        return find_kind(verb).parse(FormValues(typed)), typed
+        return find_kind(verb).parse(FormValues(typed))
 
     async def _upload(self, session: PersonSession, form: FormData, typed: Mapping[str, str]) -> str:
         """Upload the archive of a form; its digest, or empty where there is none."""

@@ -20,6 +20,7 @@ from serve_common.api.queries import COMMANDS, Plan
 from serve_common.api.views import PlanView
 from serve_common.errors import CommandRefused, ServeError
 from serve_common.names import short_name
+from serve_console.core.change_forms import find_tag
 from serve_console.core.equal_commands import command_line
 from serve_console.core.form_values import FieldsWrong, get_subject
 from serve_console.core.plan_page import build_plan_page
@@ -67,11 +68,9 @@ class ChangePages:
     async def _show_deploy(self, request: Request, session: PersonSession) -> Response:
         check_role(session, "deploy")
         typed = get_typed(request.query_params)
-        if "source" not in typed:
-            view = self._shared.hub.system.find_deployment(f"default/{typed.get('name', '')}")
-            view = view or self._shared.hub.system.find_deployment(typed.get("name", ""))
-            if view is not None and view.replica_config.working_dir:
-                typed["source"] = "packaged"
+        view = self._shared.hub.system.find_deployment(find_tag(typed.get("name", "")))
+        if "source" not in typed and view is not None and view.replica_config.working_dir:
+            typed["source"] = "packaged"
         if "name" in typed:
             typed["name"] = short_name(typed["name"])
         return await self._forms.show(request, session, "deploy", typed)
@@ -90,7 +89,7 @@ class ChangePages:
         form = await request.form()
         typed = get_typed(form)
         try:
-            command, typed = await self._forms.parse(session, verb, form)
+            command = await self._forms.parse(session, verb, form, typed)
             if hasattr(command, "request_id"):
                 command = msgspec.structs.replace(command, request_id=uuid.uuid4().hex)
             view = await session.stack.admin.call(Plan.for_command(command))
