@@ -9,6 +9,7 @@ import msgspec
 
 from serve_common.api.commands import CreateBackend, Deploy
 from serve_common.config.backend import (
+    METHODS,
     BackendConfig,
     EndpointOptions,
     RayActorOptions,
@@ -41,6 +42,7 @@ def find_deploy(context: FormContext) -> Deploy:
         replica_config=view.replica_config,
         backend_config=view.backend_config,
         route_prefix=view.route_prefix,
+        methods=view.methods,
         endpoint_options=view.endpoint_options,
     )
 
@@ -76,6 +78,8 @@ def deploy_fields(context: FormContext) -> list[FormField]:
         number(context, "memory_mib", "Memory of each (MiB)", memory, row="resources", hint="Empty: none is reserved."),
         json_area(context, "user_config", "User configuration (JSON)", config.user_config,
                   hint="Passed to reconfigure() of every replica."),
+        field(context, "methods", "HTTP methods", "" if set(base.methods) == set(METHODS) else ",".join(base.methods),
+              group="more", hint="With commas between. Empty: all."),
         field(context, "env", "Environment variables", lines, kind="textarea", group="more",
               hint="NAME=value, one a line.", attributes={"rows": "3", "spellcheck": "false"}),
         json_area(context, "init_kwargs", "Arguments of the constructor (JSON)", code.init_kwargs or None, group="more",
@@ -146,11 +150,13 @@ def parse_deploy(values: FormValues) -> Deploy:
     replica_config, backend_config = parse_configs(values)
     options = values.json_object("endpoint_options")
     route = values.route("route_prefix")
+    methods = [method.upper() for method in values.comma_list("methods")]
     values.finish()
     return Deploy(
         name=name,
         version=version,
         route_prefix=route,
+        methods=methods or list(METHODS),
         replica_config=replica_config,
         backend_config=backend_config,
         endpoint_options=_merge_options(options, values),
