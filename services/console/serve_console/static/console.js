@@ -219,6 +219,20 @@
 
   document.addEventListener("input", ({ target }) => { if (target.matches?.("[data-filter]")) filter(target); });
 
+  // Forms with data-once are sent once, however often they are clicked; a page that comes back from history can send again.
+  document.addEventListener("submit", (event) => {
+    const form = event.target;
+    if (!form.matches("[data-once]")) return;
+    if (form.dataset.sent) { event.preventDefault(); return; }
+    form.dataset.sent = "true";
+    event.submitter?.setAttribute("aria-disabled", "true");
+  });
+
+  window.addEventListener("pageshow", () => each("[data-sent]", (form) => {
+    delete form.dataset.sent;
+    each("[aria-disabled]", (button) => button.removeAttribute("aria-disabled"), form);
+  }));
+
   document.addEventListener("keydown", ({ key, ctrlKey, metaKey, target }) => {
     const form = target.closest?.("form[data-send]");
     if (key === "Enter" && (ctrlKey || metaKey) && form) form.requestSubmit();

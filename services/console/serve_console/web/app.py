@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Scope
 
 from serve_common.errors import BusAuthorizationFailed, ServeError
 from serve_console.shell.sessions import PersonSession
+from serve_console.web.changes import ChangePages
+from serve_console.web.goals import GoalPages
 from serve_console.web.live import LiveStreams
 from serve_console.web.now import NowPage
 from serve_console.web.security import BODY_BYTES_MAX, SecurityHeaders
@@ -50,6 +52,8 @@ def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
         *sign_in.routes(shared),
         *NowPage(shared, streams).routes(),
         *TryPage(shared).routes(),
+        *ChangePages(shared).routes(),
+        *GoalPages(shared).routes(),
     ]
     errors = _Errors(shared)
     app = Starlette(
@@ -74,7 +78,7 @@ class _Errors:
 
     async def on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = "" if error.status_code == 404 else error.detail
+        message = "" if error.detail == "Not Found" else error.detail
         return await self._page(request, error.status_code, message)
 
     async def on_serve_error(self, request: Request, error: Exception) -> Response:

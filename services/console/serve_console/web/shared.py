@@ -150,7 +150,10 @@ class Shared(msgspec.Struct, frozen=True):
                 return Response(status_code=401, headers={"HX-Redirect": "/sign-in"})
             if session is None:
                 return RedirectResponse("/sign-in", status_code=303)
-            await check_csrf(request, session.csrf)
-            return await handler(request, session)
+            try:
+                await check_csrf(request, session.csrf)
+                return await handler(request, session)
+            finally:
+                await request.close()  # files of the form
 
         return Route(path, endpoint, methods=["POST"])
