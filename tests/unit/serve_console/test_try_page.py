@@ -125,6 +125,9 @@ def test_an_operation_has_its_own_form() -> None:
     bench = Bench()
     bench.stack.caller.schema = SCHEMA
     text = bench.client.get("/try?name=default/shop").text
+    assert "Read its OpenAPI schema" in text
+    assert bench.stack.caller.calls == [], "opening a page must not send a model a request"
+    text = bench.client.get("/try?name=default/shop&schema=1").text
     assert "Shop &lt;b&gt;" in text
     assert 'name="p0"' in text
     bench.send(op="GET /items/{id}", p0="7")

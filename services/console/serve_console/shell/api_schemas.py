@@ -37,15 +37,21 @@ class ApiSchemas:
         self._clock = clock
         self._found: dict[tuple[str, str], _Found] = {}
 
-    async def get(self, caller: Caller, endpoint: EndpointView, version: str) -> ApiSchema | None:
+    async def get(
+        self, caller: Caller, endpoint: EndpointView, version: str, *, may_call: bool
+    ) -> ApiSchema | None:
         """The schema; None where the application serves none, or does not respond within seconds.
 
-        ``version`` changes with the application. Endpoints that do not take GET are not called.
+        ``version`` changes with the application. Without ``may_call`` only what was read before is returned: a model
+        that is no FastAPI application would take the query for a request. Endpoints that do not take GET are not
+        called.
         """
         if "GET" not in endpoint.methods:
             return None
         key = (endpoint.endpoint_tag, version)
         found = self._found.get(key)
+        if not may_call:
+            return None if found is None else found.schema
         if found is None or self._clock.now() >= found.fresh_until:
             found = await self._read(caller, endpoint.endpoint_tag)
             self._found.pop(key, None)

@@ -74,8 +74,8 @@ class TryPage:
         await form.close()
         system = await self._shared.hub.fresh()
         endpoint = find_endpoint(system, values.get("name", ""))
-        schema = await self._find_schema(session, system, endpoint)
         key = values.get("op", "")
+        schema = await self._find_schema(session, system, endpoint, may_read=key != BY_HAND)
         operation = None if schema is None or key == BY_HAND else schema.find(key)
         call: CallRequest | None = None
         result: CallResult | None = None
@@ -144,13 +144,13 @@ class TryPage:
         return describe_reply(reply, elapsed_s=self._shared.clock.now() - started_at, trace_id=trace_id)
 
     async def _find_schema(
-        self, session: PersonSession, system: System, endpoint: EndpointView | None
+        self, session: PersonSession, system: System, endpoint: EndpointView | None, *, may_read: bool
     ) -> ApiSchema | None:
         if endpoint is None or not session.may_call:
             return None
         deployments = [system.find_deployment(tag) for tag in sorted(endpoint.traffic)]
         version = ",".join(view.goal_id for view in deployments if view is not None)
-        return await self._schemas.get(session.stack.caller, endpoint, version)
+        return await self._schemas.get(session.stack.caller, endpoint, version, may_call=may_read)
 
     async def _render(
         self,
@@ -166,7 +166,8 @@ class TryPage:
     ) -> Response:
         system = await self._shared.hub.fresh()
         endpoint = find_endpoint(system, name)
-        schema = await self._find_schema(session, system, endpoint)
+        is_wanted = request.query_params.get("schema") == "1" or key not in {"", BY_HAND}
+        schema = await self._find_schema(session, system, endpoint, may_read=is_wanted)
         operation = None
         if schema is not None and key != BY_HAND:
             operation = schema.find(key) or (schema.operations[0] if schema.operations else None)
@@ -182,6 +183,8 @@ class TryPage:
             name=name,
             endpoint=endpoint,
             schema=schema,
+            may_read_schema=endpoint is not None and session.may_call and "GET" in endpoint.methods,
+            has_no_schema=is_wanted and schema is None,
             operation=operation,
             op=operation.key if operation else BY_HAND,
             values=_get_values(operation, endpoint) if values is None else values,
