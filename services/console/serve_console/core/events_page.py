@@ -149,7 +149,8 @@ def build_diff(old: Any, new: Any) -> list[str]:
     lines = list(islice(unified_diff(before, after, n=2, lineterm=""), 2, _DIFF_LINES_MAX + 3))
     if len(lines) > _DIFF_LINES_MAX:
         lines = [*lines[:_DIFF_LINES_MAX], " …"]
-    return ["@@" if line.startswith("@@") else line for line in lines if line != "@@"]
+    marked = ["@@ …" if line.startswith("@@") else clean_text(line) for line in lines]
+    return marked[1:]
 
 
 def clean_text(text: str) -> str:

@@ -282,7 +282,9 @@ def _belongs(view: RolloutView, event: EventView) -> bool:
 
 
 def _name_subject(view: RolloutView, event: EventView) -> str:
-    if event.subject == view.backend_tag:
+    if event.kind == "audit":
+        return "command"
+    if event.kind == "goal" or event.subject == view.backend_tag:
         return event.kind
     for part in ("canary", "baseline"):
         prefix = f"{view.backend_tag}--{part}"

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 import structlog
+from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from serve_common.api.queries import GetHistory
-from serve_common.api.views import EventView
+from serve_common.api.views import EventView, HistoryView
 from serve_common.errors import BadField, ServeError
 from serve_console.core.events_page import (
     HISTORY_PAGE,
@@ -42,7 +43,7 @@ class EventPages:
     def __init__(self, shared: Shared, streams: LiveStreams) -> None:
         self._shared = shared
         self._streams = streams
-        self._rendered: dict[EventView, str] = {}
+        self._rendered: dict[EventView, Markup] = {}
 
     def routes(self) -> list[BaseRoute]:
         """The page and its stream."""
@@ -82,12 +83,7 @@ class EventPages:
             raise BadField("before", "must be the number of an entry")
         history, note = HistoryPage([], None), ""
         try:
-            query = GetHistory(
-                limit=HISTORY_PAGE + 1,
-                subject=wanted.subject or None,
-                before=int(before) if before else None,
-            )
-            history = build_history(await session.stack.live.call(query))
+            history = await self._read_history(session, wanted.subject, int(before) if before else None)
         except ServeError as error:
             _log.info("history_unreadable", reason=str(error))
             note = f"The history cannot be read at the moment: {error}"
@@ -103,6 +99,15 @@ class EventPages:
             before=before,
             note=note,
         )
+
+    async def _read_history(self, session: PersonSession, subject: str, before: int | None) -> HistoryPage:
+        """One page; a deployment's name also without its application ``default``, as its user typed it."""
+        names = [subject] if not subject or "/" in subject else [subject, f"default/{subject}"]
+        found: list[HistoryView] = []
+        for name in names:
+            query = GetHistory(limit=HISTORY_PAGE + 1, subject=name or None, before=before)
+            found = found or await session.stack.live.call(query)
+        return build_history(found)
 
     def _get_topic(self, wanted: EventFilter) -> tuple[str, Build]:
         def build(_system: System) -> Sequence[Fragment]:
@@ -122,10 +127,10 @@ class EventPages:
     def _select(self, wanted: EventFilter) -> EventBlocks:
         return select_events(reversed(self._shared.hub.events), wanted)
 
-    def _part(self, macro: str, *arguments: Any) -> str:
+    def _part(self, macro: str, *arguments: Any) -> Markup:
         return self._shared.renderer.part(_PARTS, macro, *arguments)
 
-    def _render(self, events: Sequence[EventView]) -> str:
+    def _render(self, events: Sequence[EventView]) -> Markup:
         """Rows of events. Each is rendered once for all tabs and filters, as a flood would cost too much otherwise."""
         rows = []
         for event in events:
@@ -135,4 +140,4 @@ class EventPages:
             rows.append(row)
         while len(self._rendered) > _RENDERED_MAX:
             del self._rendered[next(iter(self._rendered))]
-        return "".join(rows)
+        return Markup().join(rows)

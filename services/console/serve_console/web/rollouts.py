@@ -65,7 +65,7 @@ class RolloutPages:
         is_read = system.status is not None
         fragments = [
             Fragment(
-                "open",
+                "open-rollouts",
                 (is_read, bool(ended), tuple(row.name for row in started)),
                 lambda: part(_PARTS, "open_rows", started, ended, is_read),
             ),
