@@ -8,7 +8,7 @@ from serve_common.api.views import EventView, HistoryView
 from serve_console.core.events_page import (
     HISTORY_PAGE,
     ROWS_MAX,
-    EventFilter,
+    EventSelection,
     build_diff,
     build_history,
     clean_text,
@@ -24,32 +24,32 @@ def event(at: float = 0.0, kind: str = "replica", subject: str = "default/a#1", 
 @pytest.mark.parametrize(
     ("wanted", "passes"),
     [
-        (EventFilter(), True),
-        (EventFilter(kind="replica", subject="default/a"), True),
-        (EventFilter(subject="a"), True),
-        (EventFilter(subject="default/a#1"), True),
-        (EventFilter(subject="default/ab"), False),
-        (EventFilter(kind="goal", subject="default/a"), False),
-        (EventFilter(text="HOST-1"), True),
-        (EventFilter(text="host-2"), False),
-        (EventFilter(subject="g7"), True),
+        (EventSelection(), True),
+        (EventSelection(kind="replica", subject="default/a"), True),
+        (EventSelection(subject="a"), True),
+        (EventSelection(subject="default/a#1"), True),
+        (EventSelection(subject="default/ab"), False),
+        (EventSelection(kind="goal", subject="default/a"), False),
+        (EventSelection(text="HOST-1"), True),
+        (EventSelection(text="host-2"), False),
+        (EventSelection(subject="g7"), True),
     ],
 )
-def test_a_filter_lets_pass_what_matches_all_its_fields(wanted: EventFilter, passes: bool) -> None:
+def test_a_filter_lets_pass_what_matches_all_its_fields(wanted: EventSelection, passes: bool) -> None:
     assert wanted.passes(event(goal_id="g7")) is passes
 
 
 def test_a_filter_survives_its_address() -> None:
     wanted = parse_filter({"kind": "goal", "subject": " default/a&b ", "text": "x" * 500, "other": "1"})
 
-    assert wanted == EventFilter("goal", "default/a&b", "x" * 120)
+    assert wanted == EventSelection("goal", "default/a&b", "x" * 120)
     assert wanted.query.startswith("kind=goal&subject=default%2Fa%26b&text=xxx")
 
 
 def test_a_flood_shows_at_most_so_many_rows_and_leaves_the_earlier_ones_alone() -> None:
     events = [event(at) for at in range(20)] + [event(30 + number / 1000) for number in range(3000)]
 
-    blocks = select_events(reversed(events), EventFilter())
+    blocks = select_events(reversed(events), EventSelection())
 
     assert blocks.latest[0] == events[-1]
     assert blocks.count <= ROWS_MAX
@@ -59,8 +59,8 @@ def test_a_flood_shows_at_most_so_many_rows_and_leaves_the_earlier_ones_alone() 
 def test_new_events_leave_the_earlier_part_as_it_is() -> None:
     events = [event(at) for at in range(40)]
 
-    before = select_events(reversed(events), EventFilter())
-    after = select_events(reversed([*events, event(41.0)]), EventFilter())
+    before = select_events(reversed(events), EventSelection())
+    after = select_events(reversed([*events, event(41.0)]), EventSelection())
 
     assert before.earlier == after.earlier
     assert [each.at for each in after.latest[:2]] == [41.0, 39]

@@ -27,7 +27,7 @@ _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-class EventFilter(msgspec.Struct, frozen=True):
+class EventSelection(msgspec.Struct, frozen=True):
     """Which events are shown; empty fields let all pass."""
 
     kind: str = ""
@@ -95,15 +95,15 @@ class HistoryPage(msgspec.Struct, frozen=True):
     """Id for the next page; None: this is the last."""
 
 
-def parse_filter(query: Mapping[str, str]) -> EventFilter:
+def parse_filter(query: Mapping[str, str]) -> EventSelection:
     """The filter of an address; what is too long is cut, and an unknown kind finds nothing."""
     found = {
         name: clean_text(query.get(name, "")).strip()[:_FILTER_MAX] for name in ("kind", "subject", "text")
     }
-    return EventFilter(**found)
+    return EventSelection(**found)
 
 
-def select_events(events: Iterable[EventView], wanted: EventFilter) -> EventBlocks:
+def select_events(events: Iterable[EventView], wanted: EventSelection) -> EventBlocks:
     """The newest events that pass, of ``events`` with the oldest last; at most 500."""
     found = list(islice((event for event in events if wanted.passes(event)), ROWS_MAX + 1))
     if not found:

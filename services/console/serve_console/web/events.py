@@ -18,7 +18,7 @@ from serve_console.core.events_page import (
     HISTORY_PAGE,
     KINDS,
     EventBlocks,
-    EventFilter,
+    EventSelection,
     HistoryPage,
     build_history,
     parse_filter,
@@ -76,7 +76,9 @@ class EventPages:
         topic, build = self._get_topic(parse_filter(request.query_params))
         return self._streams.respond(request, session, topic, build)
 
-    async def _show_history(self, request: Request, session: PersonSession, wanted: EventFilter) -> Response:
+    async def _show_history(
+        self, request: Request, session: PersonSession, wanted: EventSelection
+    ) -> Response:
         system = self._shared.hub.system
         before = request.query_params.get("before", "")
         if before and not (before.isdecimal() and before.isascii() and 0 < int(before[:19]) < 2**62):
@@ -109,13 +111,13 @@ class EventPages:
             found = found or await session.stack.live.call(query)
         return build_history(found)
 
-    def _get_topic(self, wanted: EventFilter) -> tuple[str, Build]:
+    def _get_topic(self, wanted: EventSelection) -> tuple[str, Build]:
         def build(_system: System) -> Sequence[Fragment]:
             return self._build(wanted)
 
         return f"events {wanted.query}", build
 
-    def _build(self, wanted: EventFilter) -> Sequence[Fragment]:
+    def _build(self, wanted: EventSelection) -> Sequence[Fragment]:
         blocks = self._select(wanted)
         return [
             whole("event-count", self._part("count", blocks, wanted)),
@@ -124,7 +126,7 @@ class EventPages:
             Fragment("event-earlier", blocks.earlier, lambda: self._render(blocks.earlier)),
         ]
 
-    def _select(self, wanted: EventFilter) -> EventBlocks:
+    def _select(self, wanted: EventSelection) -> EventBlocks:
         return select_events(reversed(self._shared.hub.events), wanted)
 
     def _part(self, macro: str, *arguments: Any) -> Markup:
