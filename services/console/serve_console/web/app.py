@@ -19,9 +19,12 @@ from starlette.types import ASGIApp, Scope
 from serve_common.errors import BusAuthorizationFailed, ServeError
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.changes import ChangePages
+from serve_console.web.events import EventPages
 from serve_console.web.goals import GoalPages
+from serve_console.web.hosts import HostsPages
 from serve_console.web.live import LiveStreams
 from serve_console.web.now import NowPage
+from serve_console.web.rollouts import RolloutPages
 from serve_console.web.security import BODY_BYTES_MAX, SecurityHeaders
 from serve_console.web.shared import PACKAGE, Shared
 from serve_console.web.sign_in import SignInPages
@@ -51,6 +54,9 @@ def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
         Mount(shared.renderer.static, _StaticFiles(directory=PACKAGE / "static")),
         *sign_in.routes(shared),
         *NowPage(shared, streams).routes(),
+        *RolloutPages(shared, streams).routes(),
+        *HostsPages(shared, streams).routes(),
+        *EventPages(shared, streams).routes(),
         *TryPage(shared).routes(),
         *ChangePages(shared).routes(),
         *GoalPages(shared).routes(),

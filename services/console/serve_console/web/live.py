@@ -20,6 +20,8 @@ STREAMS_MAX: Final = 500
 """Most open tabs."""
 _SILENT_S: Final = 10.0
 """Seconds of silence after which a comment shows that the connection lives."""
+_TOPICS_MAX: Final = 1000
+"""Topics that are retained, as addresses choose them; those that were added first are forgotten."""
 _SHOWN_MAX: Final = 4
 """Versions of a page whose tabs need no second copy of what they have."""
 
@@ -130,6 +132,9 @@ class LiveStreams:
             recalled[system.version] = {fragment.name: fragment.key for fragment in found[1]}
             while len(recalled) > _SHOWN_MAX:
                 del recalled[next(iter(recalled))]
+            for retained in (self._built, self._shown):
+                while len(retained) > _TOPICS_MAX:
+                    del retained[next(iter(retained))]
         return found[1]
 
     def _banner(self, system: System) -> Fragment:

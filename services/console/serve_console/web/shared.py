@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from serve_common.clock import Clock
 from serve_common.names import short_name
 from serve_common.runtime.tasks import TaskOwner
+from serve_console.core.events_page import clean_text
 from serve_console.core.figures import (
     format_count,
     format_milliseconds,
@@ -58,7 +59,9 @@ class Renderer:
             auto_reload=False,
         )
         self._env.filters.update(
+            clean=clean_text,
             count=format_count,
+            dots=_name_dots,
             milliseconds=format_milliseconds,
             percent=format_percent,
             rate=format_rate,
@@ -105,6 +108,11 @@ class Renderer:
 def _name_weights(split: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
     """What the macro ``split_bar`` takes."""
     return [{"name": short_name(name), "weight": weight} for name, weight in split]
+
+
+def _name_dots(dots: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    """What the macro ``dots`` takes."""
+    return [{"name": name, "state": state} for name, state in dots]
 
 
 def get_banner(system: System | None) -> dict[str, str] | None:
