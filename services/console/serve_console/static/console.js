@@ -165,6 +165,43 @@
   document.addEventListener("htmx:sseError", ({ target }) => { if (!away.has(target)) away.set(target, Date.now()); });
   document.addEventListener("htmx:sseOpen", ({ target }) => { away.delete(target); showConnection(); });
 
+  // The stream of a tab pauses while the tab is hidden: over HTTP/1.1 a browser has six connections for all its tabs.
+  const HIDDEN_MS = 5000;
+
+  function openStream(url) {
+    const listeners = [];
+    let source = null;
+    let pause = 0;
+    const stream = {
+      onopen: null, onerror: null,
+      get readyState() { return source?.readyState ?? EventSource.OPEN; }, // paused is not lost
+      addEventListener(name, listener) { listeners.push([name, listener]); source?.addEventListener(name, listener); },
+      removeEventListener(name, listener) {
+        const at = listeners.findIndex((each) => each[0] === name && each[1] === listener);
+        if (at >= 0) listeners.splice(at, 1);
+        source?.removeEventListener(name, listener);
+      },
+      close() { document.removeEventListener("visibilitychange", onVisibility); clearTimeout(pause); source?.close(); },
+    };
+    function open() {
+      source = new EventSource(url);
+      source.onopen = (event) => stream.onopen?.(event);
+      source.onerror = (event) => stream.onerror?.(event);
+      for (const [name, listener] of listeners) source.addEventListener(name, listener);
+    }
+    function onVisibility() {
+      clearTimeout(pause);
+      if (document.hidden) pause = setTimeout(() => { source?.close(); source = null; }, HIDDEN_MS);
+      else if (source === null) open();
+    }
+    document.addEventListener("visibilitychange", onVisibility);
+    if (document.hidden) onVisibility();
+    open();
+    return stream;
+  }
+
+  if (window.htmx) htmx.createEventSource = openStream;
+
   function prepare(within = document) {
     showTimes(within);
     drawCharts(() => false);
