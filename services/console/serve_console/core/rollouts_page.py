@@ -12,6 +12,7 @@ from serve_common.api.views import EventView
 from serve_common.config.rollout import RolloutStep, parse_steps
 from serve_common.errors import BadField
 from serve_common.names import short_name
+from serve_console.core.events_page import clean_text
 from serve_console.core.system import System
 
 OPEN_STATES: Final = frozenset({"running", "paused", "promoting", "closing"})
@@ -266,7 +267,7 @@ def find_events(view: RolloutView, events: Iterable[EventView]) -> list[Timeline
         TimelineItem(
             at=event.at,
             title=f"{_name_subject(view, event)} {event.state.replace('_', ' ')}".strip(),
-            text=event.message,
+            text=clean_text(event.message),
             tone=_TONES.get(event.state, ""),
         )
         for event in reversed(found[-TIMELINE_MAX:])
