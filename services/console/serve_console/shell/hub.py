@@ -46,6 +46,8 @@ _LOAD_S: Final = 2.0
 """Seconds between two samples of the load: each scrapes all services."""
 _AFTER_EVENT_S: Final = 0.25
 """Seconds between two reads when events come."""
+_EVENT_ALONE_S: Final = 0.5
+"""Seconds after which an event is shown without a new status."""
 _ALL_S: Final = 10.0
 """Seconds after which what changes with events only is read again anyway."""
 EVENTS_MAX: Final = 1000
@@ -94,6 +96,7 @@ class Hub:
         self._all_read_at = 0.0
         self._events_are_whole = False
         self._is_closed = False
+        self._shown_at = 0.0
 
     @property
     def watchers(self) -> int:
@@ -181,6 +184,9 @@ class Hub:
             self.events.append(event)
             self._all_read_at = 0.0
             self._poke.set()
+            if self._clock.now() - self._shown_at > _EVENT_ALONE_S:
+                # The status may come late, as from a leader that hangs; an event needs none.
+                await self._show(self.system)
 
     def _poke_if_old(self) -> None:
         if self._clock.now() - self.system.read_at > _WATCHED_S:
@@ -220,6 +226,7 @@ class Hub:
         return msgspec.structs.replace(self.system, trouble=trouble)
 
     async def _show(self, system: System) -> None:
+        self._shown_at = self._clock.now()
         self.system = msgspec.structs.replace(system, version=self.system.version + 1)
         async with self._changed:
             self._changed.notify_all()
