@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Scope
 
 from serve_common.errors import BusAuthorizationFailed, ServeError
 from serve_console.shell.sessions import PersonSession
+from serve_console.web.deployment import DeploymentPage
 from serve_console.web.live import LiveStreams
 from serve_console.web.now import NowPage
 from serve_console.web.security import BODY_BYTES_MAX, SecurityHeaders
@@ -50,6 +51,7 @@ def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
         *sign_in.routes(shared),
         *NowPage(shared, streams).routes(),
         *TryPage(shared).routes(),
+        *DeploymentPage(shared, streams).routes(),
     ]
     errors = _Errors(shared)
     app = Starlette(
