@@ -240,5 +240,9 @@ def diff_revisions(
         return None
     stored = {entry.goal_id: select_objects(entry.new, name) for entry in history if entry.goal_id}
     before, after = stored.get(goals[old]), stored.get(goals[new])
-    lines = None if before is None or after is None else build_diff(before, after)
+    lines: list[str] | None = None
+    if before is not None and after is not None:
+        # A change stores only the objects that it changed.
+        both = before.keys() & after.keys()
+        lines = build_diff({key: before[key] for key in both}, {key: after[key] for key in both})
     return RevisionDiff(old, new, lines)

@@ -112,9 +112,9 @@ def _is_noted(event: EventView, goals: set[Any], noted: set[tuple[str, int]]) ->
 def _merge_replicas(events: Sequence[EventView], name: str) -> list[TimelineItem]:
     """One item where several replicas say the same at about the same time."""
     groups: list[list[EventView]] = []
-    last: dict[tuple[str, str], list[EventView]] = {}
+    last: dict[tuple[str, str, str | None], list[EventView]] = {}
     for event in events:
-        key = (event.state, event.message)
+        key = (event.state, event.message, event.goal_id)
         group = last.get(key)
         is_replica = event.subject.startswith(f"{name}#")
         if is_replica and group is not None and event.at - group[-1].at <= _TOGETHER_S:

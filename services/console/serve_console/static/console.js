@@ -123,7 +123,7 @@
       tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
       axes: [{ ...axis, size: 28, grid: { show: false }, values: hours },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, unit)) }],
-      scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
+      scales: { x: { range: (_, low, high) => [Math.min(low ?? 0, (high ?? 0) - 60), high ?? 60] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
       cursor: { y: false, points: { size: 6 } }, padding: [10, 8, 0, 0],
     }, data, element);
     charts.set(element, chart);
