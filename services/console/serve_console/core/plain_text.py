@@ -9,6 +9,7 @@ _ESCAPES: Final = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
     r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # titles, links
     r"|\x1b[ -/]*[0-~]?"
+    r"|\ufffd\[[0-9;]*[mK]"  # what the controller leaves of a colour
     r"|\x9b[0-?]*[ -/]*[@-~]"
 )
 _CONTROLS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

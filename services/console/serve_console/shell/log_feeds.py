@@ -35,7 +35,7 @@ FEEDS_MAX: Final = 200
 """Most deployments whose logs are watched at once."""
 RETAINED_MAX: Final = 400
 """Lines that a feed retains for tabs that come later."""
-_RECALL_S: Final = 0.7
+_REPLAY_S: Final = 0.7
 """Seconds for processes to send their retained lines."""
 _RETRY_S: Final = 2.0
 _LINE_BYTES_MAX: Final = 64 * 1024
@@ -137,16 +137,16 @@ class LogFeeds:
         async with self._listen(session.stack.address, subjects) as lines:
             request = ReplayRecentLogs(token=token, limit=REPLAY_LINES_MAX, filter=wanted)
             await lines.publish(self._subjects.log_replay, msgspec.json.encode(request))
-            await self._recall(lines, feed, wanted)
+            await self._replay_recent(lines, feed, wanted)
             feed.set_state("")
             while not session.is_over:
                 for entry in await self._read(lines, wanted, 1.0, takes_recalled=False):
                     feed.add(entry)
 
-    async def _recall(self, lines: Feed, feed: _Feed, wanted: LogFilter) -> None:
+    async def _replay_recent(self, lines: Feed, feed: _Feed, wanted: LogFilter) -> None:
         """Retained lines by their time, without those that the feed has, and new ones after them."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + _RECALL_S
+        deadline = loop.time() + _REPLAY_S
         found: dict[LogEntry, None] = {}
         while (left_s := deadline - loop.time()) > 0:
             found.update(dict.fromkeys(await self._read(lines, wanted, left_s, takes_recalled=True)))
