@@ -80,6 +80,8 @@
 
   // Charts: data-chart holds {times, series: [{name, values, colour}], unit, height}. Times are shown in UTC, as in logs.
   const charts = new Map(); // element → uPlot
+  const current = new WeakMap(); // element → its data, once points were appended
+  const POINTS_MAX = 450;
   const sizes = new ResizeObserver((changes) => changes.forEach(({ target, contentRect }) => {
     const chart = charts.get(target);
     if (chart && contentRect.width && contentRect.width !== chart.width) {
@@ -101,6 +103,7 @@
 
   function drawChart(element) {
     const { times, series, unit, height } = JSON.parse(element.dataset.chart);
+    const data = current.get(element) ?? [times, ...series.map(({ values }) => values)];
     const axis = {
       stroke: colour(element, "muted"), font: "11px system-ui, sans-serif",
       grid: { stroke: colour(element, "line"), width: 1 }, ticks: { show: false },
@@ -120,9 +123,9 @@
       tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
       axes: [{ ...axis, size: 28, grid: { show: false }, values: hours },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, unit)) }],
-      scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
+      scales: { x: { range: (_, low, high) => [Math.min(low ?? 0, (high ?? 0) - 60), high ?? 60] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
       cursor: { y: false, points: { size: 6 } }, padding: [10, 8, 0, 0],
-    }, [times, ...series.map(({ values }) => values)], element);
+    }, data, element);
     charts.set(element, chart);
     sizes.observe(element);
   }
@@ -139,8 +142,54 @@
     each("[data-chart]", (element) => { if (!charts.has(element)) drawChart(element); });
   }
 
-  // Logs stay at their end, unless scrolled up.
+  // Points that came after the page: only those after the last one are new.
+  function appendPoints(within) {
+    each("[data-points]", (element) => {
+      const points = JSON.parse(element.dataset.points);
+      element.remove();
+      for (const [key, [times, ...values]] of Object.entries(points)) {
+        const target = document.querySelector(`[data-chart-key="${CSS.escape(key)}"]`);
+        const chart = target && charts.get(target);
+        if (!chart) continue;
+        const last = chart.data[0].at(-1) ?? 0;
+        const first = times.findIndex((time) => time > last);
+        if (first < 0) continue;
+        const data = chart.data.map((old, at) => [...old, ...[times, ...values][at].slice(first)].slice(-POINTS_MAX));
+        current.set(target, data);
+        chart.setData(data);
+      }
+    }, within);
+  }
+
+  // Logs stay at their end, unless scrolled up. Lines come in batches; those of a paused log wait.
   const released = new WeakSet();
+  const waiting = new Map(); // id of a paused log → lines
+
+  function takeBatches() {
+    each(".log > .log-batch", (batch) => {
+      const log = batch.parentElement;
+      const lines = [...batch.children];
+      batch.remove();
+      const held = waiting.get(log.id);
+      if (!held) { log.append(...lines); return; }
+      held.push(...lines);
+      if (held.length > 2000) held.splice(0, held.length - 2000);
+      const label = document.querySelector(`[data-log-pause="${CSS.escape(log.id)}"] [data-log-pause-label]`);
+      if (label) label.textContent = `Go on (${held.length === 2000 ? "2,000+" : held.length} new)`;
+    });
+  }
+
+  function pauseLog(button) {
+    const log = document.getElementById(button.dataset.logPause);
+    const held = waiting.get(log.id);
+    button.setAttribute("aria-pressed", String(!held));
+    button.querySelector("[data-log-pause-label]").textContent = held ? "Pause" : "Go on";
+    if (!held) { waiting.set(log.id, []); return; }
+    waiting.delete(log.id);
+    log.append(...held);
+    released.delete(log);
+    follow(log);
+  }
 
   function follow(log) {
     while (log.childElementCount > Number(log.dataset.most || 2000)) log.firstElementChild.remove();
@@ -203,8 +252,14 @@
   if (window.htmx) htmx.createEventSource = openStream;
 
   function prepare(within = document) {
+    if (within instanceof Element && within.matches(".log")) {
+      takeBatches();
+      follow(within);
+      return;
+    }
     showTimes(within);
     drawCharts(() => false);
+    appendPoints(within);
     each(".log", follow);
     each("[data-close]", (button) => { button.hidden = false; }, within);
     each("[data-filter]", (input) => { if (input.value) filter(input); });
@@ -219,6 +274,7 @@
       keepTheme(next);
       showTheme(next);
     } else if (button?.matches("[data-copy]")) copy(button);
+    else if (button?.matches("[data-log-pause]")) pauseLog(button);
     else if (button?.matches("[data-dismiss]")) button.closest(".flash").remove();
     each("details.confirm[open]", (panel) => {
       if (!panel.contains(target) || button?.matches("[data-close]")) panel.open = false;

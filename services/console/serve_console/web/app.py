@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Scope
 from serve_common.errors import BusAuthorizationFailed, ServeError
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.changes import ChangePages
+from serve_console.web.deployment import DeploymentPage
 from serve_console.web.events import EventPages
 from serve_console.web.goals import GoalPages
 from serve_console.web.hosts import HostsPages
@@ -60,6 +61,7 @@ def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
         *TryPage(shared).routes(),
         *ChangePages(shared).routes(),
         *GoalPages(shared).routes(),
+        *DeploymentPage(shared, streams).routes(),
     ]
     errors = _Errors(shared)
     app = Starlette(

@@ -6,8 +6,10 @@ What tabs of the same page get is rendered once for all of them. A stream ends w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Final, TypeAlias, final
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, TypeAlias, final
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -22,6 +24,8 @@ _SILENT_S: Final = 10.0
 """Seconds of silence after which a comment shows that the connection lives."""
 _TOPICS_MAX: Final = 1000
 """Topics that are retained, as addresses choose them; those that were added first are forgotten."""
+_FEED_S: Final = 0.25
+"""Seconds between two looks at what only one tab gets."""
 _SHOWN_MAX: Final = 4
 """Versions of a page whose tabs need no second copy of what they have."""
 
@@ -43,6 +47,18 @@ class Fragment:
         if self._message is None:
             self._message = encode_event(self.name, self._render())
         return self._message
+
+
+class TabFeed(Protocol):
+    """What only one tab gets besides fragments, such as log lines."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Collect for the block."""
+        ...
+
+    def take(self) -> bytes:
+        """The events since the last call; empty: none."""
+        ...
 
 
 Build: TypeAlias = Callable[[System], Sequence[Fragment]]
@@ -73,8 +89,18 @@ class LiveStreams:
         """Note what a page shows that is rendered now, so that its stream begins with what changed since."""
         self._build(topic, system, build)
 
-    def respond(self, request: Request, session: PersonSession, topic: str, build: Build) -> Response:
-        """The stream of a tab. ``topic`` names what tabs share: the page, its object, and the role if that matters."""
+    def respond(
+        self,
+        request: Request,
+        session: PersonSession,
+        topic: str,
+        build: Build,
+        feed: TabFeed | None = None,
+    ) -> Response:
+        """The stream of a tab. ``topic`` names what tabs share: the page, its object, and the role if that matters.
+
+        ``feed`` is what this tab gets besides.
+        """
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")  # its stream would never end
         if self._open >= STREAMS_MAX:
@@ -82,28 +108,41 @@ class LiveStreams:
         seen = request.query_params.get("seen", "")
         keys = self._shown.get(topic, {}).get(int(seen) if seen.isdigit() else -1, {})
         return StreamingResponse(
-            self._stream(session, topic, build, dict(keys)),
+            self._stream(session, topic, build, dict(keys), feed),
             media_type="text/event-stream",
             headers={"X-Accel-Buffering": "no"},
         )
 
     async def _stream(
-        self, session: PersonSession, topic: str, build: Build, sent: dict[str, object]
+        self,
+        session: PersonSession,
+        topic: str,
+        build: Build,
+        sent: dict[str, object],
+        feed: TabFeed | None,
     ) -> AsyncIterator[bytes]:
-        hub, version = self._shared.hub, -1
+        hub, version, silent_s = self._shared.hub, -1, 0.0
+        pause_s = _SILENT_S if feed is None else _FEED_S
         self._open += 1
         try:
-            with hub.watch():
+            with hub.watch(), contextlib.nullcontext() if feed is None else feed.open():
                 yield b"retry: 1000\n\n"
                 while not hub.is_closed:
                     if session.is_over:
                         yield encode_event("banner", self._signed_out())
                         return
+                    lines = b"" if feed is None else feed.take()
+                    if lines:
+                        yield lines
+                        silent_s = 0.0
                     try:
-                        async with asyncio.timeout(_SILENT_S):
+                        async with asyncio.timeout(pause_s):
                             system = await hub.wait_newer(version)
                     except TimeoutError:
-                        yield b": still here\n\n"
+                        silent_s += pause_s
+                        if silent_s >= _SILENT_S:
+                            yield b": still here\n\n"
+                            silent_s = 0.0
                         continue
                     version = system.version
                     changed = self._find_changed(topic, system, build, sent)
