@@ -14,6 +14,7 @@ from serve_common.errors import BadField
 from serve_common.names import short_name
 from serve_console.core.events_page import clean_text
 from serve_console.core.system import System
+from serve_console.core.timeline import TimelineItem
 
 OPEN_STATES: Final = frozenset({"running", "paused", "promoting", "closing"})
 TIMELINE_MAX: Final = 60
@@ -59,15 +60,6 @@ class ControlAction(msgspec.Struct, frozen=True):
     kind: str
     """Look of its button."""
     hint: str
-
-
-class TimelineItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a timeline."""
-
-    at: float
-    title: str
-    text: str
-    tone: str
 
 
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):

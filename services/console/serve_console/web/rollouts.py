@@ -13,8 +13,9 @@ from starlette.routing import BaseRoute
 from serve_common.api.rollout_views import RolloutView
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
-from serve_console.core.rollouts_page import TimelineItem, build_detail, build_rows, find_events
+from serve_console.core.rollouts_page import build_detail, build_rows, find_events
 from serve_console.core.system import System
+from serve_console.core.timeline import TimelineItem
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.live import Build, Fragment, LiveStreams, whole
 from serve_console.web.shared import Shared
