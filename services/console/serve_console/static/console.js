@@ -115,15 +115,21 @@
         dash: [[], [6, 3], [2, 3], [8, 3, 2, 3], [12, 4]][at % 5],
       };
     });
+    const range = (chart, low, high) => { // at least a minute, which one point alone has not
+      const known = chart.data?.[0] ?? [];
+      const end = known.length === 1 ? known[0] : high ?? 60;
+      return [Math.min(known.length === 1 ? end : low ?? 0, end - 60), end];
+    };
     const at = (seconds, from, to) => new Date(seconds * 1000).toISOString().slice(from, to);
     const time = { label: "Time", value: (_, value) => value == null ? "–" : `${at(value, 11, 19)} UTC` };
-    const hours = (_, ticks, axis, space, step) => ticks.map((tick) => step < 86400 ? at(tick, 11, 16) : at(tick, 5, 10));
+    const hours = (chart, ticks, axis, space, step) => ticks.map((tick) => !chart.data[0].length ? ""
+      : step < 60 ? at(tick, 11, 19) : step < 86400 ? at(tick, 11, 16) : at(tick, 5, 10));
     const chart = new uPlot({
       width: element.clientWidth || 300, height: height || 190, series: [time, ...lines],
       tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
-      axes: [{ ...axis, size: 28, grid: { show: false }, values: hours },
+      axes: [{ ...axis, size: 28, space: 80, grid: { show: false }, values: hours },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, unit)) }],
-      scales: { x: { range: (_, low, high) => [Math.min(low ?? 0, (high ?? 0) - 60), high ?? 60] }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
+      scales: { x: { range }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
       cursor: { y: false, points: { size: 6 } }, padding: [10, 8, 0, 0],
     }, data, element);
     charts.set(element, chart);
@@ -265,6 +271,8 @@
     each("[data-filter]", (input) => { if (input.value) filter(input); });
   }
 
+  // At once, so that no time is seen as the server wrote it.
+  document.addEventListener("htmx:sseMessage", ({ target }) => showTimes(target));
   document.addEventListener("htmx:load", ({ target }) => prepare(target.parentElement ?? document));
 
   document.addEventListener("click", ({ target }) => {

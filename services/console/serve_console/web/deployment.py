@@ -130,7 +130,11 @@ class DeploymentPage:
         if page is None:
             if system.status is None:
                 return []
-            return [Fragment("gone", "gone", lambda: part(_PARTS, "gone", name))]
+            return [
+                Fragment("gone", "gone", lambda: part(_PARTS, "gone", name)),
+                whole("state", part("macros.html", "badge", "deleted")),
+                whole("wrong", ""),
+            ]
         fragments = [
             whole("gone", ""),
             whole("state", part(_PARTS, "state", page.row)),
