@@ -39,7 +39,6 @@ from serve_common.runtime.settings import Environment
 from serve_common.runtime.tasks import TaskOwner
 from serve_console.core.change_kinds import CHANGES
 from serve_console.core.goal_page import GoalSubject, build_goal_page
-from serve_console.core.plan_page import strip_escapes
 from serve_console.core.system import NOTHING_READ
 from serve_console.core.uploaded_archives import repack
 from serve_console.settings import read_settings
@@ -376,10 +375,6 @@ def test_a_goal_is_followed_through_a_change_of_leader_until_the_session_ends(
     shown = ("Under way", "1 of 2 runs", "No controller leads", "Done")
     places = [text.index(each) for each in shown]
     assert places == sorted(places)
-
-
-def test_escapes_of_terminals_are_not_shown() -> None:
-    assert strip_escapes("\x1b]0;title\x07a\x1b[1;31mb\x1b[0m\x00\tc\r\nd\x9b2J") == "ab\tc\nd2J"
 
 
 def test_json_of_the_form_is_what_the_controller_gets(browser: Browser) -> None:

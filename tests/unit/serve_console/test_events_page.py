@@ -11,7 +11,6 @@ from serve_console.core.events_page import (
     EventSelection,
     build_diff,
     build_history,
-    clean_text,
     parse_filter,
     select_events,
 )
@@ -91,7 +90,3 @@ def test_a_change_shows_the_lines_that_it_altered() -> None:
     ]
     assert build_diff({"a": 1}, {"a": 1}) == []
     assert build_diff(None, "new") == ['+"new"']
-
-
-def test_escapes_of_terminals_are_taken_out_of_texts() -> None:
-    assert clean_text("\x1b[31mred\x1b[0m\x07 \x1b]0;title\x07end\u202e") == "red\ufffd end\ufffd"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from difflib import unified_diff
 from itertools import islice
@@ -14,6 +13,7 @@ import msgspec
 
 from serve_common.api.views import EventView, HistoryView
 from serve_common.names import short_name
+from serve_console.core.plain_text import clean_text
 
 ROWS_MAX: Final = 500
 KINDS: Final = ("goal", "replica", "backend", "rollout", "autoscaling", "host", "proxy", "store", "audit")
@@ -23,8 +23,6 @@ _FILTER_MAX: Final = 120
 _BLOCK_S: Final = 30.0
 _DIFF_LINES_MAX: Final = 80
 _JSON_MAX: Final = 20_000
-_ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)", re.DOTALL)
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class EventSelection(msgspec.Struct, frozen=True):
@@ -151,11 +149,6 @@ def build_diff(old: Any, new: Any) -> list[str]:
         lines = [*lines[:_DIFF_LINES_MAX], " …"]
     marked = ["@@ …" if line.startswith("@@") else clean_text(line) for line in lines]
     return marked[1:]
-
-
-def clean_text(text: str) -> str:
-    """``text`` without terminal escapes, and with other control characters shown harmlessly."""
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _ESCAPES.sub("", text))
 
 
 def _is_subject(wanted: str, event: EventView) -> bool:

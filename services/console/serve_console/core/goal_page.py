@@ -12,7 +12,7 @@ from serve_common.api.views import DeploymentView, GoalStatus, GoalView, History
 from serve_common.names import GoalId, short_name
 from serve_console.core.change_kinds import CHANGES
 from serve_console.core.now_page import RUNNING_STATES, Dot
-from serve_console.core.plan_page import strip_escapes
+from serve_console.core.plain_text import clean_text
 from serve_console.core.system import System
 
 GOAL_ID_LENGTH_MAX: Final = 100
@@ -108,8 +108,8 @@ def build_goal_page(goal: GoalView, subject: GoalSubject | None, system: System,
     """The page of a goal."""
     views = _find_deployments(subject, system)
     state = _find_state(goal, subject, system)
-    error = strip_escapes(goal.error).strip()
-    message = strip_escapes(goal.message)
+    error = clean_text(goal.error).strip()
+    message = clean_text(goal.message)
     if state == "pending":
         message = message or "Waiting for its first report."
     elif state == "succeeded":
@@ -192,7 +192,7 @@ def _build_replicas(view: DeploymentView, system: System) -> GoalReplicas:
         wanted=view.backend_config.num_replicas if scaled is None else scaled.num_replicas,
         version=view.version or "",
         dots=[Dot(short_name(replica.replica_tag), replica.state) for replica in view.replicas[:_DOTS_MAX]],
-        wrong=strip_escapes(wrong.strip()).splitlines()[-1][:300] if wrong.strip() else "",
+        wrong=clean_text(wrong.strip()).splitlines()[-1][:300] if wrong.strip() else "",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Final
 
@@ -10,11 +9,10 @@ import msgspec
 
 from serve_common.api.views import PlannedAction, PlanView
 from serve_common.names import short_name
+from serve_console.core.plain_text import clean_text
 
 ROWS_MAX: Final = 200
 """Most replicas that are listed."""
-_ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PHRASES: Final = {
     PlannedAction.START: ("starts", "start", "starting"),
     PlannedAction.STOP: ("stops", "stop", "stopping"),
@@ -63,15 +61,10 @@ def build_plan_page(view: PlanView) -> PlanPage:
                 action=_PHRASES[replica.action][0],
                 replica=short_name(replica.replica_tag or replica.backend_tag)
                 + ("" if replica.replica_tag else " (a new one)"),
-                why=strip_escapes(replica.why),
+                why=clean_text(replica.why),
             )
             for replica in view.replicas[:ROWS_MAX]
         ],
         hidden=max(0, len(view.replicas) - ROWS_MAX),
-        notes=[strip_escapes(note) for note in view.notes],
+        notes=[clean_text(note) for note in view.notes],
     )
-
-
-def strip_escapes(text: str) -> str:
-    """The text without what would move a terminal's cursor or change its colours; lines and tabs stay."""
-    return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))

@@ -12,7 +12,7 @@ from serve_common.api.views import EventView
 from serve_common.config.rollout import RolloutStep, parse_steps
 from serve_common.errors import BadField
 from serve_common.names import short_name
-from serve_console.core.events_page import clean_text
+from serve_console.core.plain_text import clean_text
 from serve_console.core.system import System
 from serve_console.core.timeline import TimelineItem
 

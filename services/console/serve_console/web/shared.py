@@ -17,13 +17,13 @@ from starlette.routing import BaseRoute, Route
 from serve_common.clock import Clock
 from serve_common.names import short_name
 from serve_common.runtime.tasks import TaskOwner
-from serve_console.core.events_page import clean_text
 from serve_console.core.figures import (
     format_count,
     format_milliseconds,
     format_percent,
     format_rate,
 )
+from serve_console.core.plain_text import clean_text
 from serve_console.core.system import System
 from serve_console.settings import ConsoleSettings
 from serve_console.shell.hub import Hub
