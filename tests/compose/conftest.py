@@ -55,7 +55,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         environment.setenv("MUSTER_TEST_PROMETHEUS", str(prometheus))
         environment.setenv("MUSTER_APPS", str(apps))
         # Chosen here and not by the engine, for `muster` finds the stack by them as a user's does.
-        ports = {name: HeldPort() for name in ("HTTP", "NATS", "PROMETHEUS")}
+        ports = {name: HeldPort() for name in ("HTTP", "NATS", "PROMETHEUS", "CONSOLE")}
         for name, held in ports.items():
             environment.setenv(f"MUSTER_{name}_PORT", f"127.0.0.1:{held.port}")
         for name in ("MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):

@@ -24,7 +24,7 @@ from tests.support.identities import bus_settings
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 
-OURS = {"controller": 1, "proxy": 1, "replica-host": 1}
+OURS = {"console": 1, "controller": 1, "proxy": 1, "replica-host": 1}
 SERVICES = {"nats", "postgres", "prometheus", "ingress", *OURS}
 
 
@@ -55,7 +55,14 @@ def test_our_containers_run_without_root_and_cannot_change_their_image(stack: St
 
 @pytest.mark.parametrize(
     ("service", "absent"),
-    [("controller", "ray"), ("proxy", "ray"), ("proxy", "asyncpg"), ("replica-host", "asyncpg")],
+    [
+        ("controller", "ray"),
+        ("console", "ray"),
+        ("console", "asyncpg"),
+        ("proxy", "ray"),
+        ("proxy", "asyncpg"),
+        ("replica-host", "asyncpg"),
+    ],
 )
 def test_an_image_holds_only_what_its_service_needs(stack: Stack, service: str, absent: str) -> None:
     probe = f"import importlib.util as i; print(i.find_spec({absent!r}))"
@@ -64,6 +71,7 @@ def test_an_image_holds_only_what_its_service_needs(stack: Stack, service: str, 
 
 FORBIDDEN = {
     "nats": 8222, "postgres": 5432, "controller": 9101, "proxy": 9102, "ingress": 9104, "prometheus": 9090,
+    "console": 8080,
 }  # fmt: skip
 """What user code has no business with; Grafana is on Prometheus' network alone."""
 
@@ -99,7 +107,8 @@ def test_replicas_reach_nats_and_nothing_else(stack: Stack) -> None:
             gateways |= {network["Gateway"]} - {""}
         forbidden += [(name, port) for name in sorted(names)]
     published = [
-        int(stack.address(*each).rpartition(":")[2]) for each in (("prometheus", 9090), ("nats", 4222))
+        int(stack.address(*each).rpartition(":")[2])
+        for each in (("prometheus", 9090), ("nats", 4222), ("console", 8080))
     ]
     forbidden += [(gateway, port) for gateway in sorted(gateways) for port in published]
     forbidden += [(network["IPAddress"], 8000) for network in stack.networks("proxy")]
@@ -112,7 +121,7 @@ def test_replicas_reach_nats_and_nothing_else(stack: Stack) -> None:
         "controller",
         [
             *((f"{name}-monitoring", FORBIDDEN[name]) for name in ("nats", "prometheus", "controller")),
-            *((name, FORBIDDEN[name]) for name in ("proxy", "ingress", "postgres")),
+            *((name, FORBIDDEN[name]) for name in ("proxy", "ingress", "postgres", "console")),
             ("replica-host", 9103),
         ],
     )
