@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster libs/embedded services/console services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
+.PHONY: help install run browser screenshots test test-quick check format wheels simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-link-cuts bench-machines bench-restored bench-slow-readers bench-uploads \
 	bench-scale bench-autoscaling bench-rollouts bench-captures bench-scaling parity parity-record docs dashboards compose-up compose-down upgrade secrets plain-conf lock stats clean
 
@@ -29,9 +29,15 @@ run: $(STAMP) ## Start the embedded stack, deploy the example, print the curl li
 QUICK := tests/unit tests/properties tests/simulation
 AT_ONCE := 2
 
-test: test-quick ## Run every test that this machine allows (about 10 minutes)
+test: browser test-quick ## Run every test that this machine allows (about 10 minutes)
 	$(PY) -m pytest -m alone $(addprefix --ignore=,$(QUICK))
 	$(PY) -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder -m "not alone" $(addprefix --ignore=,$(QUICK))
+
+browser: ## Install chromium, which tests of the console need, where there is none and apt may; without it they are left out
+	@deploy/install-browser.sh || echo "chromium could not be installed: tests in a browser are left out" >&2
+
+screenshots: $(STAMP) browser ## Take the pictures of the console's pages in docs/images/console anew (about 3 minutes)
+	$(PY) -m docs.screenshots
 
 test-quick: $(STAMP) ## Run unit, property and simulation tests only (about a minute)
 	$(PY) -m pytest -n auto $(QUICK)

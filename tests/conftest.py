@@ -52,6 +52,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 ONE_AFTER_ANOTHER = {
+    "browser": ("tests/browser/",),
     "containers": ("tests/compose/",),
     "muster up": ("tests/integration/test_docs.py", "tests/integration/test_stack.py"),
 }

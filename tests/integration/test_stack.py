@@ -12,127 +12,33 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import psutil
 import pytest
 
-from muster.client import StackAddress, connect_stack
-from muster.embedded.supervisor import STOP_TIMEOUT_S
-from muster.secrets import Secrets
-from serve_common.api.queries import GetStatus
 from serve_common.errors import ServeError
-from serve_common.identities.roles import Role
 from serve_common.runtime.tasks import raise_if_cancelled
 from tests.support.paths import ROOT
+from tests.support.stacks.embedded_stack import EmbeddedStack
 from tests.support.stacks.scraped_pages import contradictions, missing
 from tests.support.waiting import eventually
 
 SAMPLE = (ROOT / "examples" / "digits" / "sample.png").read_bytes()
-START_LIMIT_S = 200.0
-"""`muster up` itself gives up before."""
 HEAL_LIMIT_S = 90.0
 """Many times what is promised: this is no measurement, and the machine may be busy."""
-STOP_LIMIT_S = STOP_TIMEOUT_S + 20.0
-"""What is left after the first of them is killed; all else is the machine's own slowness."""
 REQUESTS_OF_A_HEALED_STACK = 100
 
 pytestmark = pytest.mark.timeout(400)
 
 
-class Stack:
-    """A running `muster up` and what a user can do with it."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self.state_dir = state_dir
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("MUSTER_")}
-        self.environment["MUSTER_STATE_DIR"] = str(state_dir)
-        self.output = (state_dir.parent / "up.log").open("ab")
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "muster.cli.main",
-                "up",
-                "--state-dir",
-                str(self.state_dir),
-                "--num-cpus",
-                "4",
-                *("--http-port", "0", "--nats-port", "0"),  # any at first, later those of the run before
-            ],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=self.output,
-            stderr=self.output,
-        )
-        end = time.monotonic() + START_LIMIT_S
-        while not (self.is_ready() or self.process.poll() is not None):
-            assert time.monotonic() < end, self.said()
-            time.sleep(0.1)
-        assert self.process.poll() is None, self.said()
-
-    def is_ready(self) -> bool:
-        try:
-            record = self.record()
-        except (OSError, ValueError):
-            return False
-        names = {p["name"]: p for p in record["processes"]}
-        return record["pid"] != 0 and len(names) == 5 and all(p.get("is_ready", True) for p in names.values())
-
-    def said(self) -> str:
-        return (self.state_dir.parent / "up.log").read_text()[-4000:]
-
-    def record(self) -> dict[str, Any]:
-        return json.loads((self.state_dir / "run.json").read_text())
-
-    def stop(self) -> None:
-        """Ctrl-C."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(timeout=STOP_LIMIT_S) == 0, self.said()
-        self.process = None
-
-    def pid(self, name: str) -> int:
-        return next(p["pid"] for p in self.record()["processes"] if p["name"] == name)
-
-    def muster(self, *arguments: str, exit_code: int | None = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "muster.cli.main", *arguments],
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        if exit_code is not None:
-            assert done.returncode == exit_code, (
-                f"{done.returncode}\n{done.stdout}\n{done.stderr}\n{self.said()}"
-            )
-        return done.stdout + done.stderr
-
-    def status(self) -> dict[str, Any]:
-        """What `muster status --json` says, without a process for it: this is asked all the time."""
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._status()).result()
-
-    async def _status(self) -> dict[str, Any]:
-        record = self.record()
-        file = str(Secrets(Path(record["secrets"])).credentials_file(Role.ADMIN))
-        async with connect_stack(StackAddress(urls=(record["nats_url"],), credentials_file=file)) as reached:
-            return msgspec.to_builtins(await reached.admin.call(GetStatus()))
+class Stack(EmbeddedStack):
+    """With the example."""
 
     def deploy(self, *more: str, version: str = "v1", exit_code: int = 0) -> str:
         return self.muster(

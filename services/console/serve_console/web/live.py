@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeAlias, final
@@ -61,6 +62,8 @@ class TabFeed(Protocol):
         ...
 
 
+_LINE_END: Final = re.compile(r"\r\n|\r|\n")
+
 Build: TypeAlias = Callable[[System], Sequence[Fragment]]
 
 
@@ -70,8 +73,8 @@ def whole(name: str, html: str) -> Fragment:
 
 
 def encode_event(name: str, data: str) -> bytes:
-    """An event of the format text/event-stream."""
-    lines = "".join(f"data: {line}\n" for line in data.split("\n")) or "data: \n"
+    """An event of the format text/event-stream, in which a carriage return ends a line, too."""
+    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
     return f"event: {name}\n{lines}\n".encode()
 
 

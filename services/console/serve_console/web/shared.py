@@ -23,7 +23,7 @@ from serve_console.core.figures import (
     format_percent,
     format_rate,
 )
-from serve_console.core.plain_text import clean_text
+from serve_console.core.plain_text import clean_text, strip_escapes
 from serve_console.core.system import System
 from serve_console.settings import ConsoleSettings
 from serve_console.shell.hub import Hub
@@ -57,6 +57,7 @@ class Renderer:
             trim_blocks=True,
             lstrip_blocks=True,
             auto_reload=False,
+            finalize=_make_plain,
         )
         self._env.filters.update(
             clean=clean_text,
@@ -103,6 +104,11 @@ class Renderer:
     def part(self, template: str, macro: str, *arguments: Any, **named: Any) -> Markup:
         """Render one macro of a template; the same markup as within the page."""
         return Markup(getattr(self._env.get_template(template).module, macro)(*arguments, **named))  # noqa: S704
+
+
+def _make_plain(value: Any) -> Any:
+    """What is printed for the value of any expression; markup has been through this already."""
+    return strip_escapes(value) if type(value) is str else value
 
 
 def _name_weights(split: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:

@@ -1,0 +1,60 @@
+"""Calls of endpoints by a form that a FastAPI application describes, and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.conftest import Visit
+from tests.support.browser.models import delete, deploy
+from tests.support.browser.visitor import SOON_MS
+from tests.support.stacks.embedded_stack import EmbeddedStack
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models(stack: EmbeddedStack) -> Iterator[None]:
+    deploy(stack, "rent", "Rent")
+    deploy(stack, "plain", text="<b>as it is</b>")
+    yield
+    delete(stack, "rent", "plain")
+
+
+def test_an_operation_of_fastapi_is_called_by_its_form(visit: Visit, stack: EmbeddedStack) -> None:
+    visitor = visit("operate")
+    visitor.open("/")
+    visitor.row("rent").get_by_role("link", name="rent", exact=True).click()
+    visitor.page.get_by_role("link", name="Try it", exact=True).last.click()
+    page = visitor.page
+    page.get_by_role("link", name="/predict").click()
+    page.get_by_label("area_m2").fill("70")
+    page.get_by_label("rooms").fill("3")
+    page.get_by_role("button", name="Send").click()
+    response = page.get_by_role("region", name="Response")
+    expect(response).to_contain_text("200", timeout=SOON_MS)
+    expect(response).to_contain_text('"rent": 925')
+    expect(response).to_contain_text("curl")
+    expect(response).to_contain_text(f"{stack.record()['http_url']}/rent/predict")
+    page.get_by_label("rooms").fill("0")
+    page.get_by_role("button", name="Send").click()
+    expect(response).to_contain_text("422", timeout=SOON_MS)
+    expect(response).to_contain_text("greater than or equal to 1")
+
+
+def test_a_request_is_written_by_hand_and_its_response_is_text(visit: Visit) -> None:
+    visitor = visit("admin")
+    visitor.open("/try?name=default/plain")
+    visitor.page.get_by_role("button", name="Send").click()
+    response = visitor.page.get_by_role("region", name="Response")
+    expect(response).to_contain_text("<b>as it is</b>", timeout=SOON_MS)
+    expect(response).to_contain_text("200")
+
+
+def test_who_may_only_view_may_not_call(visit: Visit) -> None:
+    visitor = visit("view")
+    visitor.open("/try?name=default/plain")
+    expect(visitor.page.get_by_text("may see endpoints, but not call them")).to_be_visible()
+    expect(visitor.page.get_by_role("button", name="Send")).to_be_disabled()
