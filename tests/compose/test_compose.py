@@ -310,7 +310,7 @@ def test_the_stack_scales_up_is_upgraded_and_scales_down_under_load(
     stack.wait_until(both_proxies_asked, "both proxies were asked")
 
     before = stack.containers(*OURS)
-    assert len(before) == 5
+    assert len(before) == 6
     assert stack.upgrade().count("up to date") == len(OURS)
     assert stack.containers(*OURS) == before, "what is up to date stays"
     monkeypatch.setenv("MUSTER_LOG_LEVEL", "warning")  # another configuration, as another image would be

@@ -16,22 +16,20 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 PASSWORD = "correct horse"
 
 
-def sign_in(url: str, name: str, password: str) -> httpx.Client:
-    """A browser that tried to sign in."""
-    client = httpx.Client(base_url=url, timeout=30.0)
+def sign_in(client: httpx.Client, name: str, password: str) -> None:
+    """Try to sign in, as a browser does."""
     form = client.get("/sign-in").text
     token = re.search(r'name="csrf" value="([^"]+)"', form)
     assert token is not None, form
     client.post("/sign-in", data={"csrf": token[1], "name": name, "password": password})
-    return client
 
 
 def test_the_first_person_signs_in_and_sees_the_hosts(stack: Stack) -> None:
     password = stack.secrets.path("console_admin_password").read_text().strip()
     url = f"http://{stack.address('console', 8080)}"
-    with httpx.Client(base_url=url) as stranger:
-        assert stranger.get("/").headers["location"] == "/sign-in"
-    with sign_in(url, "admin", password) as client:
+    with httpx.Client(base_url=url, timeout=30.0) as client:
+        assert client.get("/").headers["location"] == "/sign-in"
+        sign_in(client, "admin", password)
         for page, words in (("/hosts", "controller"), ("/", "Replicas")):
             stack.wait_until(
                 lambda page=page, words=words: words in client.get(page).text, f"{page} shows {words}"
@@ -42,7 +40,8 @@ def test_people_who_are_added_or_removed_on_the_machine_are_so_inside(stack: Sta
     url = f"http://{stack.address('console', 8080)}"
     source = find_source(stack.secrets)
     add_person(source, "ada@example.org", Role.VIEW, PASSWORD)
-    with sign_in(url, "ada@example.org", PASSWORD) as client:
+    with httpx.Client(base_url=url, timeout=30.0) as client:
+        sign_in(client, "ada@example.org", PASSWORD)
         assert client.get("/").status_code == 200
         assert client.get("/do/scale").status_code == 403
         remove_person(source, "ada@example.org")
