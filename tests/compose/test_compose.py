@@ -318,7 +318,7 @@ def test_the_stack_scales_up_is_upgraded_and_scales_down_under_load(
         assert stack.upgrade().count("is replaced") == 5
     assert result["failures"] == 0, result
     after = stack.containers(*OURS)
-    assert (len(after), after & before) == (5, set())
+    assert (len(after), after & before) == (6, set())
     stack.wait_until(lambda: live_hosts() == len(stack.status()["hosts"]) == 2, "no host is left behind")
     assert not any(host["draining"] for host in stack.status()["hosts"])
 
