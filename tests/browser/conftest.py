@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from muster.secrets import Secrets
 from serve_common.identities.roles import Role
 from tests.support.browser.console_process import ConsoleProcess, add_people, get_person
-from tests.support.browser.visitor import Visitor
+from tests.support.browser.visitor import SOON_MS, Visitor, find_browser
 from tests.support.stacks.embedded_stack import EmbeddedStack
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _FAILED = pytest.StashKey[bool]()
 
 Visit = Callable[..., Visitor]
@@ -37,7 +35,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="package")
 def executable() -> str:
     """The browser's path."""
-    found = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+    found = find_browser()
     if found is None:
         if os.environ.get("CI") == "true" or os.environ.get("MUSTER_REQUIRE_BROWSER") == "1":
             pytest.fail("CI=true or MUSTER_REQUIRE_BROWSER=1, but there is no chromium")
@@ -50,6 +48,7 @@ def executable() -> str:
 @pytest.fixture(scope="module")
 def browser(executable: str) -> Iterator[Browser]:
     """Ends with its module: the driver's loop runs in this thread until then, and no other could."""
+    expect.set_options(timeout=SOON_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         yield browser

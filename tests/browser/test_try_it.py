@@ -29,6 +29,7 @@ def test_an_operation_of_fastapi_is_called_by_its_form(visit: Visit, stack: Embe
     visitor.row("rent").get_by_role("link", name="rent", exact=True).click()
     visitor.page.get_by_role("link", name="Try it", exact=True).last.click()
     page = visitor.page
+    page.get_by_role("link", name="Read its OpenAPI schema").click()
     page.get_by_role("link", name="/predict").click()
     page.get_by_label("area_m2").fill("70")
     page.get_by_label("rooms").fill("3")

@@ -22,6 +22,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(300)
 
 NATS_AWAY_S = 10.0
+KILLS_MAX = 10
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,18 @@ def test_a_killed_leader_is_said_and_its_successor_is_found(visit: Visit, stack:
     visitor.open("/")
     expect(visitor.row("outlives")).to_contain_text("1 of 1")
     visitor.page.wait_for_timeout(1_000)  # its stream is open
-    before = stack.pid("controller")
-    os.kill(before, signal.SIGKILL)
     banner = visitor.page.get_by_text("No controller leads at the moment.")
-    expect(banner).to_be_visible(timeout=SOON_MS)
+    killed = set[int]()
+    while not banner.is_visible():  # a successor may lead before the page reads again: it is killed, too
+        pid = stack.pid("controller")
+        if pid not in {0, *killed}:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        assert len(killed) < KILLS_MAX, "never said"
+        visitor.page.wait_for_timeout(100)
     expect(visitor.row("outlives")).to_contain_text("1 of 1")
     expect(banner).to_have_count(0, timeout=SOON_MS)
-    assert stack.pid("controller") != before
+    assert stack.pid("controller") not in killed
     deploy(stack, "afterwards")
     expect(visitor.row("afterwards")).to_contain_text("healthy", timeout=SOON_MS)
     delete(stack, "outlives", "afterwards")

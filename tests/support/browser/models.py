@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from serve_common.api.commands import DeleteDeployment, Deploy
@@ -25,14 +26,15 @@ def deploy(
     replicas: int = 1,
     ends: GoalStatus = GoalStatus.SUCCEEDED,
     backend: BackendConfig | None = None,
+    app_dir: Path = APPS / "browser_app",
     **arguments: Any,
 ) -> GoalView:
-    """Deploy a model of `browser_app` at the route of its name; how it ended, which must be as ``ends`` says."""
+    """Deploy a model of ``app_dir`` at the route of its name; how it ended, which must be as ``ends`` says."""
     command = Deploy(
         name=name,
         replica_config=ReplicaConfig(
             import_path=f"shown_models:{model}",
-            app_dir=str(APPS / "browser_app"),
+            app_dir=str(app_dir),
             init_kwargs=arguments,
             ray_actor_options=RayActorOptions(num_cpus=0.05),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,12 @@ SOON_MS: Final = 30_000
 LOST_STREAM: Final = r"\[object Event\]|net::ERR_|status of 50\d"
 """What the browser complains of when a page's stream ends, or cannot be opened."""
 _TABS_MAX: Final = 250
+_BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_browser() -> str | None:
+    """The path of a chromium of this machine; None: there is none."""
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
 
 
 class Visitor:

@@ -41,6 +41,8 @@ class EmbeddedStack:
         self.environment["MUSTER_STATE_DIR"] = str(state_dir)
         self.output = (state_dir.parent / "up.log").open("ab")
         self.process: subprocess.Popen[bytes] | None = None
+        self.principal: str | None = None
+        """The name that history has for requests; None: that of this process."""
 
     def start(self) -> None:
         """Until all of its processes are ready."""
@@ -125,5 +127,6 @@ class EmbeddedStack:
     async def _request(self, request: Request[Reply]) -> Reply:
         record = self.record()
         file = str(Secrets(Path(record["secrets"])).credentials_file(Role.ADMIN))
-        async with connect_stack(StackAddress(urls=(record["nats_url"],), credentials_file=file)) as reached:
+        address = StackAddress(urls=(record["nats_url"],), credentials_file=file)
+        async with connect_stack(address, principal=self.principal) as reached:
             return await reached.admin.call(request)

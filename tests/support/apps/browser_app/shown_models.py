@@ -1,9 +1,8 @@
-"""What the tests of the console serve: models that work, wait, fail at the start or at requests, and log."""
+"""What the tests of the console serve: models that work, wait, or fail at the start or at requests."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 
 from fastapi import FastAPI
@@ -12,7 +11,6 @@ from starlette.requests import Request
 
 import muster as serve
 
-log = logging.getLogger("shown")
 api = FastAPI(title="Rent")
 
 
