@@ -18,7 +18,6 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from muster.secrets import Secrets
 from serve_common.api.commands import StartRollout
 from serve_common.api.views import GoalStatus
-from serve_common.config.backend import BackendConfig
 from serve_common.config.rollout import RolloutConfig
 from tests.support.browser.console_process import ConsoleProcess, add_people, get_person
 from tests.support.browser.load import under_load
@@ -130,7 +129,6 @@ def _deploy_all(stack: EmbeddedStack, apps: Path) -> None:
         "Greeter",
         version="2026-11-02",
         replicas=2,
-        backend=BackendConfig(num_replicas=2),
     )
 
 

@@ -105,7 +105,7 @@ def build_groups(system: System) -> list[NowGroup]:
         NowGroup(
             name=view.name,
             status="unhealthy" if view.build_error else view.status.value,
-            message=_first_line(view.build_error or view.message),
+            message=get_key_line(view.build_error or view.message),
             route=view.route_prefix,
             rows=rows.pop(view.name, []),
         )
@@ -177,10 +177,10 @@ def is_failing(rates: LoadRates | None) -> bool:
 def describe_trouble(view: DeploymentView) -> str:
     """What is wrong or under way, in one line."""
     if view.message:
-        return _first_line(view.message)
+        return get_key_line(view.message)
     if view.status is DeploymentStatus.HEALTHY:
         return ""
-    messages = Counter(_first_line(replica.message) for replica in view.replicas if replica.message)
+    messages = Counter(get_key_line(replica.message) for replica in view.replicas if replica.message)
     if not messages:
         return ""
     [(message, count)] = messages.most_common(1)
@@ -243,7 +243,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _first_line(text: str) -> str:
+def get_key_line(text: str) -> str:
     """What says most: of a traceback its last line, of other texts the first."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from serve_common.api.views import EventView
-from serve_console.core.now_page import NowGroup, NowRow, build_groups, compute_totals, find_troubled
+from serve_console.core.now_page import (
+    NowGroup,
+    NowRow,
+    build_groups,
+    compute_totals,
+    find_troubled,
+    get_key_line,
+)
 from serve_console.core.system import System
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.live import Fragment, LiveStreams, whole
@@ -73,7 +81,8 @@ class NowPage:
     def _get_latest(self) -> list[EventView]:
         """The newest events, the newest first."""
         events = self._shared.hub.events
-        return [events[-1 - index] for index in range(min(_LATEST, len(events)))]
+        latest = [events[-1 - index] for index in range(min(_LATEST, len(events)))]
+        return [msgspec.structs.replace(event, message=get_key_line(event.message)) for event in latest]
 
     def _head(self, group: NowGroup) -> Fragment:
         key = (group.status, group.message, group.route)
