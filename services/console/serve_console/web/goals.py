@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Final, final
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from starlette.routing import BaseRoute
 
 from serve_common.api.queries import GetHistory, WaitForGoal
 from serve_common.api.views import GoalStatus, GoalView
-from serve_common.errors import NotFound, ServeError
+from serve_common.errors import BadField, NotFound, ServeError
 from serve_common.names import GoalId
 from serve_console.core.change_kinds import CHANGES
 from serve_console.core.goal_page import (
@@ -74,7 +75,7 @@ class GoalPages:
         view, trouble = GoalView(goal_id=goal_id, status=GoalStatus.PENDING), ""
         try:
             view = await session.stack.live.call(WaitForGoal(goal_id=goal_id, timeout_s=0.0))
-        except NotFound as error:
+        except (NotFound, BadField) as error:
             raise HTTPException(
                 404, "There is no such goal, or it ended so long ago that it is not known any more."
             ) from error
@@ -83,7 +84,7 @@ class GoalPages:
         subject = await self._find_subject(request, session, goal_id)
         system = await self._shared.hub.fresh()
         page = build_goal_page(view, subject, system, trouble)
-        live = f"/live/goals/{goal_id}"
+        live = f"/live/goals/{quote(goal_id, safe='')}"
         if subject is not None:
             live += f"?{request.url.query}"
         return self._shared.renderer.page(
@@ -115,6 +116,8 @@ class GoalPages:
 
     async def _live(self, request: Request, session: PersonSession) -> Response:
         goal_id = _find_goal_id(request)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")  # its stream would never end
         if sum(progress.tabs for progress in self._progress.values()) >= STREAMS_MAX:
             return Response("too many open pages", status_code=503)
         subject = await self._find_subject(request, session, goal_id)
