@@ -83,7 +83,7 @@ def describe_failure(error: ServeError) -> str:
         case BusAuthorizationFailed():
             return "NATS refused it: your session may not do that any more. Sign in again."
         case BusUnavailable():
-            return "NATS is away, so nothing was sent. Try again when it is back."
+            return "NATS is away. Try again when it is back."
         case NoListeners() | NoReply() | FencedOut():
             return "No controller leads at the moment. Try again in some seconds."
         case TransientError():
