@@ -89,6 +89,12 @@ class SignIn:
     async def find(self, request: Request) -> PersonSession | None:
         """The session of a request's cookie, or of the person whom a trusted proxy names."""
         session = self._sessions.find(request.cookies.get(COOKIE, ""))
+        if session is not None and session.proof:
+            # At once, as rights that were taken away must not serve for one request more.
+            person = (await asyncio.to_thread(self._read_people)).get(session.person.name)
+            if person is None or person.sealed != session.proof:
+                await self._sessions.end_session(session)
+                session = None
         trusted = self._settings.trusted
         if session is not None or trusted is None:
             return session
