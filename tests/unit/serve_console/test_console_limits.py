@@ -7,11 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
 from serve_common.errors import LimitReached
 from serve_common.identities.people import PasswordWrong, encode_people
 from serve_common.identities.roles import Role
+from serve_common.names import GoalId
 from serve_console.adapters.people_file import PeopleFile
+from serve_console.web import goals as goals_module
 from serve_console.web import live as live_module
 from serve_console.web import sign_in as sign_in_module
 from serve_console.web.sign_in import COOKIE
@@ -135,3 +138,15 @@ async def test_a_person_with_another_role_or_password_loses_all_rights_with_the_
     assert (refused.status_code, refused.headers["location"]) == (303, "/sign-in")
     assert world.stacks[0].is_closed
     assert len(world.sessions) == 0
+
+
+async def test_one_person_cannot_take_all_streams_of_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goals_module, "STREAMS_OF_PERSON_MAX", 1)
+    world = ConsoleWorld()
+    _, session = await world.start_session()
+    pages = goals_module.GoalPages(world.shared)
+    request = Request({"type": "http", "method": "GET", "path_params": {"goal_id": "g1"}, "headers": []})
+    stream = pages._stream(session, GoalId("g1"), None)
+    await anext(stream)
+    assert (await pages._live(request, session)).status_code == 503
+    await stream.aclose()

@@ -92,6 +92,17 @@ def describe_failure(error: ServeError) -> str:
             return str(error)
 
 
+def get_status(error: ServeError) -> int:
+    """The HTTP status of a page that shows the error."""
+    match error:
+        case BusAuthorizationFailed():
+            return 403
+        case FencedOut():
+            return 503
+        case _:
+            return error.status_hint
+
+
 def find_back(kind: ChangeKind, subject: str, system: System) -> str:
     """Where a change is left to."""
     if kind.choice == "host":
@@ -278,4 +289,4 @@ class ChangeForms:
         if isinstance(error, BadField):
             name = find_field(list(typed), error.field)
             errors = {name: error.reason if name and error.field.endswith(name) else str(error)}
-        return await self.show(request, session, verb, typed, errors=errors, status=error.status_hint)
+        return await self.show(request, session, verb, typed, errors=errors, status=get_status(error))

@@ -32,6 +32,7 @@ from serve_console.web.change_forms import (
     describe_failure,
     find_back,
     find_kind,
+    get_status,
     get_typed,
 )
 from serve_console.web.shared import Shared
@@ -160,7 +161,7 @@ class ChangePages:
             if not isinstance(error, CommandRefused):
                 text = f"{text} Sending it again is safe: the change is made once."
             return self._show_plan(
-                request, session, command, typed, error=text, confirm=confirm, status=error.status_hint
+                request, session, command, typed, error=text, confirm=confirm, status=get_status(error)
             )
         await self._shared.hub.changed()
         fields = {"verb": verb, "name": subject, "changed": str(reply.updating).lower()}

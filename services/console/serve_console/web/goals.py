@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Final, final
 from urllib.parse import quote
@@ -32,6 +33,8 @@ from serve_console.web.shared import Shared, get_banner
 
 STREAMS_MAX: Final = 200
 """Most tabs that follow goals."""
+STREAMS_OF_PERSON_MAX: Final = 100
+"""Most of one person, so that nobody shuts the others out."""
 _SLICE_S: Final = 1.0
 _SLACK_S: Final = 2.0
 """Seconds that a reply may take beyond its own timeout."""
@@ -62,6 +65,7 @@ class GoalPages:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._progress: dict[GoalId, _Progress] = {}
+        self._open = Counter[str]()
 
     def routes(self) -> list[BaseRoute]:
         """The page and its stream."""
@@ -118,7 +122,8 @@ class GoalPages:
         goal_id = _find_goal_id(request)
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")  # its stream would never end
-        if sum(progress.tabs for progress in self._progress.values()) >= STREAMS_MAX:
+        own = self._open[session.person.name]
+        if own >= STREAMS_OF_PERSON_MAX or self._open.total() >= STREAMS_MAX:
             return Response("too many open pages", status_code=503)
         subject = await self._find_subject(request, session, goal_id)
         return StreamingResponse(
@@ -131,7 +136,7 @@ class GoalPages:
         self, session: PersonSession, goal_id: GoalId, subject: GoalSubject | None
     ) -> AsyncIterator[bytes]:
         hub, sent = self._shared.hub, dict[str, str]()
-        with hub.watch(), self._follow(goal_id) as progress:
+        with hub.watch(), self._follow(goal_id, session.person.name) as progress:
             yield b"retry: 1000\n\n"
             silent_since = self._shared.clock.now()
             while not hub.is_closed:
@@ -163,13 +168,15 @@ class GoalPages:
         return b"".join(encode_event(name, html) for name, html in changed.items())
 
     @contextlib.contextmanager
-    def _follow(self, goal_id: GoalId) -> Iterator[_Progress]:
+    def _follow(self, goal_id: GoalId, person: str) -> Iterator[_Progress]:
         progress = self._progress.setdefault(goal_id, _Progress())
         progress.tabs += 1
+        self._open[person] += 1
         try:
             yield progress
         finally:
             progress.tabs -= 1
+            self._open -= Counter([person])
             if not progress.tabs:
                 self._progress.pop(goal_id, None)
 
