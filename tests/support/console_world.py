@@ -184,7 +184,8 @@ class ConsoleWorld:
 
     async def start_session(self, name: str = "ada", role: Role = Role.ADMIN) -> tuple[str, PersonSession]:
         """A session without the form; the cookie's value with it."""
-        return await self.sessions.start(name, role, self.open_stack(StackAddress(), name), f"of {name}")
+        person = self.people.setdefault(name, seal(name, role))
+        return await self.sessions.start(name, role, self.open_stack(StackAddress(), name), person.sealed)
 
     def browser(self, address: str = "192.0.2.9", **headers: str) -> httpx.AsyncClient:
         """A browser without cookies, at that address."""

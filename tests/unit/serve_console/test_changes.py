@@ -30,7 +30,16 @@ from serve_common.api.views import (
 )
 from serve_common.clock import SystemClock
 from serve_common.config.backend import HttpOptions, ReplicaConfig
-from serve_common.errors import BadField, BusUnavailable, Conflict, NotFound, NotLeading
+from serve_common.errors import (
+    BadField,
+    BusAuthorizationFailed,
+    BusUnavailable,
+    Conflict,
+    FencedOut,
+    NotFound,
+    NotLeading,
+    ServeError,
+)
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
 from serve_common.protocol.code import digest_code
@@ -248,6 +257,17 @@ def test_what_is_away_is_said_and_can_be_tried_again(browser: Browser, controlle
     assert "NATS is away" in page.text
     controller.raises = None
     assert browser.send(page).status_code == 303
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(BusAuthorizationFailed("no"), 403), (FencedOut("other"), 503)]
+)
+def test_a_refusal_by_nats_or_a_former_leader_is_no_failure_of_the_console(
+    browser: Browser, controller: PlayedController, failure: ServeError, status: int
+) -> None:
+    plan = browser.send(browser.get("/do/scale?backend_tag=digits"), num_replicas="2")
+    controller.raises = failure
+    assert browser.send(plan).status_code == status
 
 
 def test_a_plan_leads_back_to_its_form_with_all_that_was_typed(browser: Browser) -> None:

@@ -42,7 +42,7 @@ async def test_another_password_and_removal_end_the_sessions_of_that_person_alon
     _, ada = await world.start_session("ada")
     _, bob = await world.start_session("bob")
     _, eve = await world.start_session("eve")
-    await world.sessions.end_changed({"ada": "of ada", "bob": "sealed anew"})
+    await world.sessions.end_changed({"ada": ada.proof, "bob": "sealed anew"})
     assert [session.is_over for session in (ada, bob, eve)] == [False, True, True]
 
 

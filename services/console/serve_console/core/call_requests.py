@@ -71,9 +71,10 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_timeout(text: str) -> int:
     """Seconds until a call is given up. Raises `BadField`."""
-    if not text.strip():
+    text = text.strip()
+    if not text:
         return DEFAULT_TIMEOUT_S
-    if not text.strip().isdecimal() or not 1 <= int(text.strip()[:6]) <= _TIMEOUT_S_MAX:
+    if not (text.isascii() and text.isdigit()) or len(text) > 6 or not 1 <= int(text) <= _TIMEOUT_S_MAX:
         raise BadField("timeout", f"must be whole seconds, 1 to {_TIMEOUT_S_MAX}")
     return int(text)
 

@@ -22,6 +22,7 @@ from serve_console.core.deploy_form import deploy_fields, parse_create_backend, 
 from serve_console.core.form_values import FieldsWrong, FormValues, find_field, get_changed, whole
 
 _HUGE: Final = 1e15
+_DIGITS_MAX: Final = 18
 Need = Literal["backends", "present", "revisions", "http"]
 Choice = Literal["", "deployment", "backend", "endpoint", "application", "host"]
 
@@ -80,10 +81,14 @@ def _shadow_traffic(values: FormValues) -> c.ShadowTraffic:
     return c.ShadowTraffic(endpoint=endpoint, backend_tag=tag, proportion=share or 0.0)
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
+
+
 def _rollback(values: FormValues) -> c.Rollback:
     name, to = values.tag("name"), values.text("to")
     values.finish()
-    return c.Rollback(name=name, to=int(to) if to.isdecimal() else to or None)
+    return c.Rollback(name=name, to=int(to) if _is_number(to) else to or None)
 
 
 def _start_rollout(values: FormValues) -> c.StartRollout:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
+from serve_console.core.line_diff import compare_lines
 from serve_console.core.plain_text import clean_text
 
 LINES_MAX: Final = 400
@@ -105,7 +105,7 @@ def _add_lines(lines: list[str], value: Any, depth: int) -> None:
 
 def build_diff(old: Any, new: Any) -> list[str]:
     """The difference of two stored objects, as the macro ``diff`` takes it; empty: they are the same."""
-    found = list(difflib.unified_diff(build_lines(old), build_lines(new), n=_CONTEXT, lineterm=""))[2:]
+    found = list(compare_lines(build_lines(old), build_lines(new), _CONTEXT))
     if len(found) > LINES_MAX:
         left_out = len(found) - LINES_MAX
         return [*found[:LINES_MAX], f"@@ {left_out} more lines are left out @@"]

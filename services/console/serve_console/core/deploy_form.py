@@ -190,7 +190,7 @@ def parse_configs(values: FormValues) -> tuple[ReplicaConfig, BackendConfig]:
     init_kwargs = values.json_object("init_kwargs")
     if init_kwargs:
         code["init_kwargs"] = init_kwargs
-    options = dict(code.get("ray_actor_options") or {})
+    options = _get_object(code, "ray_actor_options", "replica_config", values)
     amounts = {
         "num_cpus": values.number("num_cpus", 0, 10_000),
         "num_gpus": values.number("num_gpus", 0, 10_000),
@@ -201,7 +201,8 @@ def parse_configs(values: FormValues) -> tuple[ReplicaConfig, BackendConfig]:
         options["memory"] = memory * MIB
     variables = _parse_environment(values)
     if variables:
-        options["runtime_env"] = {**options.get("runtime_env", {}), "env_vars": variables}
+        environment = _get_object(options, "runtime_env", "replica_config", values)
+        options["runtime_env"] = {**environment, "env_vars": variables}
     if options:
         code["ray_actor_options"] = options
     replicas = values.replicas("num_replicas")
@@ -213,11 +214,25 @@ def parse_configs(values: FormValues) -> tuple[ReplicaConfig, BackendConfig]:
     limits = {name: values.replicas(name) for name in ("min_replicas", "max_replicas")}
     limits = {name: limit for name, limit in limits.items() if limit is not None}
     if limits:
-        config["autoscaling_config"] = {**(config.get("autoscaling_config") or {}), **limits}
+        config["autoscaling_config"] = {
+            **_get_object(config, "autoscaling_config", "backend_config", values),
+            **limits,
+        }
     elif {"min_replicas", "max_replicas"} <= values.typed.keys():
         config.pop("autoscaling_config", None)
     values.finish()
     return _check(code, config, values)
+
+
+def _get_object(outer: Mapping[str, Any], name: str, field: str, values: FormValues) -> dict[str, Any]:
+    """The object within another one that was typed into ``field``; empty, and noted, where it is no object."""
+    found = outer.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        values.errors[field] = f"{name} must be an object"
+        return {}
+    return dict(found)
 
 
 def _check(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from difflib import unified_diff
 from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -13,6 +12,7 @@ import msgspec
 
 from serve_common.api.views import EventView, HistoryView
 from serve_common.names import short_name
+from serve_console.core.line_diff import compare_lines
 from serve_console.core.plain_text import clean_text
 
 ROWS_MAX: Final = 500
@@ -144,7 +144,7 @@ def build_diff(old: Any, new: Any) -> list[str]:
         return []
     before = [] if old is None else _format_json(old).splitlines()
     after = [] if new is None else _format_json(new).splitlines()
-    lines = list(islice(unified_diff(before, after, n=2, lineterm=""), 2, _DIFF_LINES_MAX + 3))
+    lines = list(islice(compare_lines(before, after, 2), _DIFF_LINES_MAX + 1))
     if len(lines) > _DIFF_LINES_MAX:
         lines = [*lines[:_DIFF_LINES_MAX], " …"]
     marked = ["@@ …" if line.startswith("@@") else clean_text(line) for line in lines]

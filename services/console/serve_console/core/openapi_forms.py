@@ -15,6 +15,11 @@ OPERATIONS_MAX: Final = 200
 FIELDS_MAX: Final = 60
 """Fields of one operation."""
 _OPTIONS_MAX: Final = 200
+_VALUE_COST: Final = 16
+"""Bytes that each value counts besides its own, as many small ones take time too."""
+_PARAMETERS_MAX: Final = 120
+_REQUIRED_MAX: Final = 500
+_TYPES_MAX: Final = 20
 _REFERENCES_MAX: Final = 16
 _SAMPLE_DEPTH_MAX: Final = 4
 _SAMPLE_FIELDS_MAX: Final = 20
@@ -133,8 +138,9 @@ class _Budget:
         try:
             encoded = msgspec.json.encode(value)
         except (OverflowError, RecursionError):  # a number of more than 64 bits, or nested too deeply
+            self._bytes_left -= _VALUE_MAX
             return ""
-        self._bytes_left -= len(encoded)
+        self._bytes_left -= len(encoded) + _VALUE_COST
         if len(encoded) > _VALUE_MAX:
             return ""
         return (msgspec.json.format(encoded, indent=2) if is_pretty else encoded).decode()[:_VALUE_MAX]
@@ -157,7 +163,8 @@ class _Reader:
     def read_operation(self, method: str, path: str, operation: Json, item: Json) -> ApiOperation:
         """The operation's form."""
         parameters: dict[tuple[str, str], Json] = {}
-        for each in [*_sequence(item.get("parameters")), *_sequence(operation.get("parameters"))]:
+        written = [item.get("parameters"), operation.get("parameters")]
+        for each in (each for part in written for each in _sequence(part)[:_PARAMETERS_MAX]):
             parameter = self._resolve(each)
             name, place = parameter.get("name"), parameter.get("in")
             if isinstance(name, str) and isinstance(place, str) and len(name) <= _NAME_MAX:
@@ -202,7 +209,8 @@ class _Reader:
         if found == "application/json" and (not properties or len(properties) > FIELDS_MAX):
             self._add_whole(schema, is_required=body.get("required") is True)
             return "json_whole"
-        wanted = {name for name in _sequence(schema.get("required")) if isinstance(name, str)}
+        required = _sequence(schema.get("required"))[:_REQUIRED_MAX]
+        wanted = {name for name in required if isinstance(name, str)}
         self._left_out += max(0, len(properties) - FIELDS_MAX)
         for name, each in islice(properties.items(), FIELDS_MAX):
             if len(name) <= _NAME_MAX:
@@ -254,11 +262,11 @@ class _Reader:
             self._fields.append(msgspec.structs.replace(field, key=f"p{len(self._fields)}"))
 
     def _get_kind(self, schema: Json, place: Place) -> tuple[Kind, tuple[tuple[str, str], ...]]:
-        values = [schema["const"]] if "const" in schema else _sequence(schema.get("enum"))
+        values = [schema["const"]] if "const" in schema else _sequence(schema.get("enum"))[:_OPTIONS_MAX]
         if values and all(value is None or isinstance(value, str | int | float) for value in values):
             return "enum", tuple(
                 (self._budget.encode(value), self._budget.get_text(value)[:_NAME_MAX])
-                for value in values[:_OPTIONS_MAX]
+                for value in values
                 if value is not None
             )
         kind = schema.get("type")
@@ -320,6 +328,7 @@ class _Reader:
         """The schema without ``null`` as an alternative, and whether that was one."""
         kinds = schema.get("type")
         if isinstance(kinds, list):
+            kinds = kinds[:_TYPES_MAX]
             others = [kind for kind in kinds if kind != "null"]
             return {**schema, "type": others[0] if len(others) == 1 else None}, "null" in kinds
         parts = [self._resolve(part) for part in _sequence(schema.get("anyOf") or schema.get("oneOf"))[:20]]

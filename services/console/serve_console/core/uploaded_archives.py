@@ -18,6 +18,13 @@ UPLOAD_BYTES_MAX: Final = 32 * 1024 * 1024
 """Most bytes of an upload, packed, and of its files, unpacked."""
 _LEFT_OUT: Final = ("__pycache__", "__MACOSX", ".git", ".venv")
 _SHOWN: Final = 6
+_SHOWN_CHARACTERS_MAX: Final = 600
+_ENTRY: Final = b"PK\x01\x02"
+"""Before each entry of the directory; archives within the archive have some too."""
+_ENTRIES_MAX: Final = 5 * ARCHIVE_FILES_MAX
+"""Entries with directories and what does not travel: each takes memory as soon as the archive is opened."""
+_METHODS: Final = frozenset({zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED})
+"""Others may reserve gigabytes to unpack a few bytes."""
 
 
 def repack(data: bytes, import_path: str) -> bytes:
@@ -32,6 +39,8 @@ def repack(data: bytes, import_path: str) -> bytes:
 def _read(data: bytes) -> dict[str, bytes]:
     if len(data) > UPLOAD_BYTES_MAX:
         raise BadField(ARCHIVE_FIELD, "has more than 32 MiB")
+    if data.count(_ENTRY) > _ENTRIES_MAX:
+        raise BadField(ARCHIVE_FIELD, f"has more than {ARCHIVE_FILES_MAX:,} files")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = [
@@ -45,7 +54,9 @@ def _read(data: bytes) -> dict[str, bytes]:
         EOFError,
         NotImplementedError,
         RuntimeError,
-        UnicodeError,
+        ValueError,
+        IndexError,
+        OSError,
     ) as error:
         raise BadField(ARCHIVE_FIELD, f"is not a .zip that can be unpacked: {error}") from error
 
@@ -67,6 +78,10 @@ def _check(entries: Sequence[zipfile.ZipInfo]) -> None:
             raise BadField(ARCHIVE_FIELD, f"{entry.filename[:200]!r} is no path within it")
         if stat.S_IFMT(entry.external_attr >> 16) not in {0, stat.S_IFREG}:
             raise BadField(ARCHIVE_FIELD, f"{entry.filename[:200]!r} is a link or device; only files travel")
+        if entry.compress_type not in _METHODS:
+            raise BadField(
+                ARCHIVE_FIELD, f"{entry.filename[:200]!r} is packed by an unusual method; use deflate"
+            )
         if entry.flag_bits & 1:
             raise BadField(ARCHIVE_FIELD, f"{entry.filename[:200]!r} is encrypted")
     if len({entry.filename for entry in entries}) < len(entries):
@@ -82,7 +97,7 @@ def _strip_top(files: Mapping[str, bytes], module: str) -> Mapping[str, bytes]:
     if top and _has_module(files, top, top_module):
         return {name.removeprefix(top): data for name, data in files.items()}
     found = sorted(files)
-    shown = ", ".join(found[:_SHOWN]) + (", …" if len(found) > _SHOWN else "")
+    shown = ", ".join(found[:_SHOWN])[:_SHOWN_CHARACTERS_MAX] + (", …" if len(found) > _SHOWN else "")
     raise BadField(ARCHIVE_FIELD, f"has no module {top_module!r}; it has {shown}")
 
 

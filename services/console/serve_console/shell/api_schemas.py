@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final, final
 
 import msgspec
@@ -73,5 +74,6 @@ class ApiSchemas:
         failure = parse_error(reply)
         if isinstance(failure, TransientError):
             return _Found(None, self._clock.now() + _FAILED_FRESH_S)
-        schema = None if failure is not None else parse_api_schema(reply.body)
+        # In a thread, as a large schema takes a while.
+        schema = None if failure is not None else await asyncio.to_thread(parse_api_schema, reply.body)
         return _Found(schema, self._clock.now() + (_NONE_FRESH_S if schema is None else _FRESH_S))

@@ -83,13 +83,24 @@ def describe_failure(error: ServeError) -> str:
         case BusAuthorizationFailed():
             return "NATS refused it: your session may not do that any more. Sign in again."
         case BusUnavailable():
-            return "NATS is away, so nothing was sent. Try again when it is back."
+            return "NATS is away. Try again when it is back."
         case NoListeners() | NoReply() | FencedOut():
             return "No controller leads at the moment. Try again in some seconds."
         case TransientError():
             return f"Not at the moment: {error}. Try again in some seconds."
         case _:
             return str(error)
+
+
+def get_status(error: ServeError) -> int:
+    """The HTTP status of a page that shows the error."""
+    match error:
+        case BusAuthorizationFailed():
+            return 403
+        case FencedOut():
+            return 503
+        case _:
+            return error.status_hint
 
 
 def find_back(kind: ChangeKind, subject: str, system: System) -> str:
@@ -278,4 +289,4 @@ class ChangeForms:
         if isinstance(error, BadField):
             name = find_field(list(typed), error.field)
             errors = {name: error.reason if name and error.field.endswith(name) else str(error)}
-        return await self.show(request, session, verb, typed, errors=errors, status=error.status_hint)
+        return await self.show(request, session, verb, typed, errors=errors, status=get_status(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import uuid
 from collections.abc import Mapping
 from typing import Any, final
@@ -31,6 +32,7 @@ from serve_console.web.change_forms import (
     describe_failure,
     find_back,
     find_kind,
+    get_status,
     get_typed,
 )
 from serve_console.web.shared import Shared
@@ -159,16 +161,23 @@ class ChangePages:
             if not isinstance(error, CommandRefused):
                 text = f"{text} Sending it again is safe: the change is made once."
             return self._show_plan(
-                request, session, command, typed, error=text, confirm=confirm, status=error.status_hint
+                request, session, command, typed, error=text, confirm=confirm, status=get_status(error)
             )
         await self._shared.hub.changed()
-        query = urlencode({"verb": verb, "name": subject, "changed": str(reply.updating).lower()})
+        fields = {"verb": verb, "name": subject, "changed": str(reply.updating).lower()}
+        if reply.goal_id is None:
+            fields["proof"] = _prove(session, fields)
+        query = urlencode(fields)
         target = f"/do/{verb}/done" if reply.goal_id is None else f"/goals/{reply.goal_id}"
         return RedirectResponse(f"{target}?{query}", status_code=303)
 
     async def _show_done(self, request: Request, session: PersonSession) -> Response:
         verb = request.path_params["verb"]
-        kind, name = find_kind(verb), request.query_params.get("name", "")[:200]
+        kind, name = find_kind(verb), request.query_params.get("name", "")
+        fields = {"verb": verb, "name": name, "changed": request.query_params.get("changed", "")}
+        proof = request.query_params.get("proof", "")
+        if not hmac.compare_digest(proof.encode(), _prove(session, fields).encode()):
+            raise HTTPException(404)  # an address alone must not claim that something was done
         return self._shared.renderer.page(
             request,
             session,
@@ -187,6 +196,11 @@ def _find_verb(request: Request, session: PersonSession) -> str:
     find_kind(verb)
     check_role(session, verb)
     return verb
+
+
+def _prove(session: PersonSession, fields: Mapping[str, str]) -> str:
+    """What only this session's own changes have in the address of their end."""
+    return hmac.digest(session.csrf.encode(), msgspec.json.encode(fields), "sha256").hex()
 
 
 def _parse_command(verb: str, text: str) -> Command[Any]:

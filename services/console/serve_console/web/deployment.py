@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 
 from muster.client.requests import Listen, listen_to_stack
 from serve_common.errors import BadField, LimitReached
-from serve_common.names import DEFAULT_APPLICATION
+from serve_common.names import DEFAULT_APPLICATION, deployment_tag
 from serve_common.protocol.reports import LEVELS
 from serve_common.protocol.subjects import Subjects
 from serve_console.core.deployment_page import (
@@ -110,7 +110,7 @@ class DeploymentPage:
         return await self._queries.read_history(request, session, page.view)
 
     async def _live(self, request: Request, session: PersonSession) -> Response:
-        name, tab = request.path_params["name"], _parse_tab(request)
+        name, tab = _check_tag(request.path_params["name"]), _parse_tab(request)
         feed: LogStream | None = None
         if tab == "logs":
             if len(self._feeds) >= FEEDS_MAX:
@@ -174,6 +174,17 @@ class DeploymentPage:
     def _link_grafana(self, name: str) -> str:
         base = self._shared.settings.grafana_url.rstrip("/")
         return f"{base}{_GRAFANA}?{urlencode({'var-backend': name})}" if base else ""
+
+
+def _check_tag(name: str) -> str:
+    """The name, if a deployment can have it: it may be gone by now. Raises HTTPException."""
+    try:
+        is_tag = deployment_tag(name) == name
+    except BadField:
+        is_tag = False
+    if not is_tag:
+        raise HTTPException(404)
+    return name
 
 
 def _parse_tab(request: Request) -> str:

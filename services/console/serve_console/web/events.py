@@ -32,6 +32,7 @@ from serve_console.web.shared import Shared
 _log = structlog.get_logger(__name__)
 
 _PARTS: Final = "events_parts.html"
+_DIGITS_MAX: Final = 18
 _RENDERED_MAX: Final = 3000
 """Rendered events that are retained, for all filters together."""
 
@@ -81,7 +82,7 @@ class EventPages:
     ) -> Response:
         system = self._shared.hub.system
         before = request.query_params.get("before", "")
-        if before and not (before.isdecimal() and before.isascii() and 0 < int(before[:19]) < 2**62):
+        if before and not (before.isascii() and before.isdigit() and len(before) <= _DIGITS_MAX):
             raise BadField("before", "must be the number of an entry")
         history, note = HistoryPage([], None), ""
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Final, final
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,7 +16,7 @@ from starlette.routing import BaseRoute
 
 from serve_common.api.queries import GetHistory, WaitForGoal
 from serve_common.api.views import GoalStatus, GoalView
-from serve_common.errors import NotFound, ServeError
+from serve_common.errors import BadField, NotFound, ServeError
 from serve_common.names import GoalId
 from serve_console.core.change_kinds import CHANGES
 from serve_console.core.goal_page import (
@@ -31,6 +33,8 @@ from serve_console.web.shared import Shared, get_banner
 
 STREAMS_MAX: Final = 200
 """Most tabs that follow goals."""
+STREAMS_OF_PERSON_MAX: Final = 100
+"""Most of one person, so that nobody shuts the others out."""
 _SLICE_S: Final = 1.0
 _SLACK_S: Final = 2.0
 """Seconds that a reply may take beyond its own timeout."""
@@ -61,6 +65,7 @@ class GoalPages:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._progress: dict[GoalId, _Progress] = {}
+        self._open = Counter[str]()
 
     def routes(self) -> list[BaseRoute]:
         """The page and its stream."""
@@ -74,7 +79,7 @@ class GoalPages:
         view, trouble = GoalView(goal_id=goal_id, status=GoalStatus.PENDING), ""
         try:
             view = await session.stack.live.call(WaitForGoal(goal_id=goal_id, timeout_s=0.0))
-        except NotFound as error:
+        except (NotFound, BadField) as error:
             raise HTTPException(
                 404, "There is no such goal, or it ended so long ago that it is not known any more."
             ) from error
@@ -83,7 +88,7 @@ class GoalPages:
         subject = await self._find_subject(request, session, goal_id)
         system = await self._shared.hub.fresh()
         page = build_goal_page(view, subject, system, trouble)
-        live = f"/live/goals/{goal_id}"
+        live = f"/live/goals/{quote(goal_id, safe='')}"
         if subject is not None:
             live += f"?{request.url.query}"
         return self._shared.renderer.page(
@@ -115,7 +120,10 @@ class GoalPages:
 
     async def _live(self, request: Request, session: PersonSession) -> Response:
         goal_id = _find_goal_id(request)
-        if sum(progress.tabs for progress in self._progress.values()) >= STREAMS_MAX:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")  # its stream would never end
+        own = self._open[session.person.name]
+        if own >= STREAMS_OF_PERSON_MAX or self._open.total() >= STREAMS_MAX:
             return Response("too many open pages", status_code=503)
         subject = await self._find_subject(request, session, goal_id)
         return StreamingResponse(
@@ -128,7 +136,7 @@ class GoalPages:
         self, session: PersonSession, goal_id: GoalId, subject: GoalSubject | None
     ) -> AsyncIterator[bytes]:
         hub, sent = self._shared.hub, dict[str, str]()
-        with hub.watch(), self._follow(goal_id) as progress:
+        with hub.watch(), self._follow(goal_id, session.person.name) as progress:
             yield b"retry: 1000\n\n"
             silent_since = self._shared.clock.now()
             while not hub.is_closed:
@@ -160,13 +168,15 @@ class GoalPages:
         return b"".join(encode_event(name, html) for name, html in changed.items())
 
     @contextlib.contextmanager
-    def _follow(self, goal_id: GoalId) -> Iterator[_Progress]:
+    def _follow(self, goal_id: GoalId, person: str) -> Iterator[_Progress]:
         progress = self._progress.setdefault(goal_id, _Progress())
         progress.tabs += 1
+        self._open[person] += 1
         try:
             yield progress
         finally:
             progress.tabs -= 1
+            self._open -= Counter([person])
             if not progress.tabs:
                 self._progress.pop(goal_id, None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeAlias, final
@@ -21,6 +22,9 @@ from serve_console.web.shared import Shared, get_banner
 
 STREAMS_MAX: Final = 500
 """Most open tabs."""
+STREAMS_OF_PERSON_MAX: Final = 250
+"""Most open tabs of one person, so that nobody shuts the others out."""
+_SEEN_DIGITS_MAX: Final = 15
 _SILENT_S: Final = 10.0
 """Seconds of silence after which a comment shows that the connection lives."""
 _TOPICS_MAX: Final = 1000
@@ -75,7 +79,7 @@ def whole(name: str, html: str) -> Fragment:
 def encode_event(name: str, data: str) -> bytes:
     """An event of the format text/event-stream, in which a carriage return ends a line, too."""
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
-    return f"event: {name}\n{lines}\n".encode()
+    return f"event: {_LINE_END.sub(' ', name)}\n{lines}\n".encode()
 
 
 @final
@@ -84,13 +88,18 @@ class LiveStreams:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._open = 0
+        self._open = Counter[str]()
         self._built: dict[str, tuple[int, list[Fragment]]] = {}
         self._shown: dict[str, dict[int, dict[str, object]]] = {}
 
     def note_page(self, topic: str, system: System, build: Build) -> None:
         """Note what a page shows that is rendered now, so that its stream begins with what changed since."""
         self._build(topic, system, build)
+
+    def is_full(self, session: PersonSession) -> bool:
+        """Whether the person can open no further stream."""
+        own = self._open[session.person.name]
+        return own >= STREAMS_OF_PERSON_MAX or self._open.total() >= STREAMS_MAX
 
     def respond(
         self,
@@ -106,10 +115,9 @@ class LiveStreams:
         """
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")  # its stream would never end
-        if self._open >= STREAMS_MAX:
+        if self.is_full(session):
             return Response("too many open pages", status_code=503)
-        seen = request.query_params.get("seen", "")
-        keys = self._shown.get(topic, {}).get(int(seen) if seen.isdigit() else -1, {})
+        keys = self._shown.get(topic, {}).get(_parse_seen(request), {})
         return StreamingResponse(
             self._stream(session, topic, build, dict(keys), feed),
             media_type="text/event-stream",
@@ -126,7 +134,7 @@ class LiveStreams:
     ) -> AsyncIterator[bytes]:
         hub, version, silent_s = self._shared.hub, -1, 0.0
         pause_s = _SILENT_S if feed is None else _FEED_S
-        self._open += 1
+        self._open[session.person.name] += 1
         try:
             with hub.watch(), contextlib.nullcontext() if feed is None else feed.open():
                 yield b"retry: 1000\n\n"
@@ -152,7 +160,7 @@ class LiveStreams:
                     if changed:
                         yield changed
         finally:
-            self._open -= 1
+            self._open -= Counter([session.person.name])
             if not self._open:
                 self._built.clear()
                 self._shown.clear()
@@ -187,3 +195,9 @@ class LiveStreams:
 
     def _signed_out(self) -> str:
         return self._shared.renderer.part("macros.html", "signed_out")
+
+
+def _parse_seen(request: Request) -> int:
+    """The version of the state that a page shows; -1 where the address has none."""
+    seen = request.query_params.get("seen", "")
+    return int(seen) if seen.isascii() and seen.isdigit() and len(seen) <= _SEEN_DIGITS_MAX else -1

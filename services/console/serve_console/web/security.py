@@ -63,7 +63,11 @@ def check_origin(request: Request) -> None:
     origin = request.headers.get("origin")
     if request.method in _SAFE or origin is None:
         return
-    if urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower():
+    try:
+        site = urlsplit(origin).netloc.lower()
+    except ValueError:
+        site = ""
+    if not site or site != request.headers.get("host", "").lower():
         raise HTTPException(403, "The form was sent by a page of another site.")
 
 

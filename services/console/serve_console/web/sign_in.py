@@ -89,13 +89,20 @@ class SignIn:
     async def find(self, request: Request) -> PersonSession | None:
         """The session of a request's cookie, or of the person whom a trusted proxy names."""
         session = self._sessions.find(request.cookies.get(COOKIE, ""))
+        if session is not None and session.proof:
+            # At once, as rights that were taken away must not serve for one request more.
+            person = (await asyncio.to_thread(self._read_people)).get(session.person.name)
+            if person is None or person.sealed != session.proof:
+                await self._sessions.end_session(session)
+                session = None
         trusted = self._settings.trusted
         if session is not None or trusted is None:
             return session
         return await self._find_trusted(request, trusted)
 
     async def _find_trusted(self, request: Request, trusted: TrustedSignIn) -> PersonSession | None:
-        name = request.headers.get(trusted.header, "")
+        names = request.headers.getlist(trusted.header)
+        name = names[0] if len(names) == 1 else ""  # two: a browser may have sent one of them
         client = parse_client(request)
         if not name or client is None or not any(client in network for network in trusted.networks):
             return None
@@ -103,9 +110,10 @@ class SignIn:
             check_person_name(name)
         except ServeError:
             return None
-        text = (
-            request.headers.get(trusted.role_header) if trusted.role_header else None
-        ) or trusted.role.value
+        roles = request.headers.getlist(trusted.role_header) if trusted.role_header else []
+        if len(roles) > 1:
+            return None
+        text = (roles[0] if roles else "") or trusted.role.value
         role = {each.value: each for each in trusted.credentials}.get(text)
         if role is None:
             return None
@@ -150,8 +158,12 @@ class SignIn:
         # Counted before it is tried, so that attempts at once are no way around the limit.
         self._by_name.fail(name, now)
         self._by_address.fail(address, now)
-        person = (await asyncio.to_thread(self._read_people)).get(name)
-        identity = await self._open(_UNKNOWN_PERSON if person is None else person, password)
+        self._waiting += 1  # before the first wait, so that attempts at once are no way around the limit
+        try:
+            person = (await asyncio.to_thread(self._read_people)).get(name)
+            identity = await self._open(_UNKNOWN_PERSON if person is None else person, password)
+        finally:
+            self._waiting -= 1
         if person is None:
             raise PasswordWrong(_WRONG)
         self._by_name.succeed(name)
@@ -168,14 +180,11 @@ class SignIn:
         return started
 
     async def _open(self, person: Person, password: str) -> str:
-        self._waiting += 1
         try:
             async with self._slots:
                 return await asyncio.to_thread(open_person, person, password)
         except PasswordWrong as error:
             raise PasswordWrong(_WRONG) from error
-        finally:
-            self._waiting -= 1
 
 
 def parse_client(request: Request) -> ClientAddress | None:
@@ -248,6 +257,7 @@ class SignInPages:
                 "NATS refuses this person's identity: set the password anew with 'muster console user'."
             )
             return self._form(request, error=error_text, name=name, target=target, status=403)
+        await self._sessions.end(request.cookies.get(COOKIE, ""))  # no cookie leads to it any more
         response = RedirectResponse(target if is_local_path(target) else "/", status_code=303)
         response.set_cookie(
             COOKIE, token, httponly=True, samesite="strict", secure=self._settings.is_https, path="/"
