@@ -110,7 +110,7 @@ class DeploymentPage:
         return await self._queries.read_history(request, session, page.view)
 
     async def _live(self, request: Request, session: PersonSession) -> Response:
-        name, tab = _check_tag(request.path_params["name"]), _parse_tab(request)
+        name, tab = _check_tag(request.path_params["name"], self._shared.hub.system), _parse_tab(request)
         feed: LogStream | None = None
         if tab == "logs":
             if len(self._feeds) >= FEEDS_MAX:
@@ -176,8 +176,10 @@ class DeploymentPage:
         return f"{base}{_GRAFANA}?{urlencode({'var-backend': name})}" if base else ""
 
 
-def _check_tag(name: str) -> str:
-    """The name, if a deployment can have it: it may be gone by now. Raises HTTPException."""
+def _check_tag(name: str, system: System) -> str:
+    """The name, if a deployment has it or can have had it. Raises HTTPException."""
+    if system.find_deployment(name) is not None:
+        return name
     try:
         is_tag = deployment_tag(name) == name
     except BadField:
