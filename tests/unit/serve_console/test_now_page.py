@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from muster.client.rates import LoadRates
+from serve_common.api.rollout_views import RolloutView
 from serve_common.api.views import (
     ApplicationView,
     DeploymentStatus,
@@ -133,3 +134,22 @@ def test_totals_add_up_what_is_known() -> None:
 def test_nothing_that_was_read_is_shown_as_unknown() -> None:
     assert compute_totals(NOTHING_READ).requests_per_s is None
     assert build_groups(NOTHING_READ) == []
+
+
+def test_a_rollout_in_force_splits_what_its_deployment_gets() -> None:
+    view = deployment("default/a")
+    endpoint = EndpointView(
+        endpoint_tag="default/a", route="/a", methods=["GET"], traffic={"default/a": 0.5, "default/b": 0.5}
+    )
+    rollout = RolloutView(
+        backend_tag="default/a", goal_id=GoalId("g2"), version="v3", state="running", outcome="", reason="",
+        steps=["10%", "100%"], step=0, is_in_force=True, in_force_at=1.0, gates=[], passed=[],
+        replica_failures={}, started_at=0.0, decided_at=None, ended_at=None,
+    )  # fmt: skip
+    found = system(view, endpoints={"default/a": endpoint}, rollouts={"default/a": rollout})
+    assert build_row(found, view).split == [
+        ("default/b", 0.5), ("old version", 0.4), ("baseline", 0.05), ("new version", 0.05),
+    ]  # fmt: skip
+    decided = msgspec.structs.replace(rollout, outcome="aborted", state="closing")
+    found = system(view, endpoints={"default/a": endpoint}, rollouts={"default/a": decided})
+    assert build_row(found, view).split == [("default/a", 0.5), ("default/b", 0.5)]

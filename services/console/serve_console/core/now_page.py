@@ -18,12 +18,12 @@ from serve_common.api.views import (
     ReplicaView,
 )
 from serve_common.names import short_name
+from serve_console.core.rollouts_page import OPEN_STATES, find_shares
 from serve_console.core.system import System
 
 ERROR_SHARE_BAD: Final = 0.01
 """Share of errors from which a row says so."""
 RUNNING_STATES: Final = frozenset({"running", "updating"})
-ROLLOUT_OPEN: Final = frozenset({"running", "paused", "promoting", "closing"})
 TROUBLED_MAX: Final = 12
 _MESSAGE_MAX: Final = 200
 
@@ -140,7 +140,7 @@ def build_row(system: System, view: DeploymentView) -> NowRow:
         version=view.version or "",
         old_versions=find_old_versions(view),
         route=view.route_prefix,
-        split=find_split(view.name, endpoint),
+        split=find_split(view.name, endpoint, rollout),
         shadows=[] if endpoint is None else sorted(endpoint.shadows.items()),
         rates=rates,
         is_failing=is_failing(rates),
@@ -160,11 +160,23 @@ def find_old_versions(view: DeploymentView) -> list[str]:
     )
 
 
-def find_split(name: str, endpoint: EndpointView | None) -> list[tuple[str, float]]:
-    """Weights of an endpoint's backends, the largest first; empty where all requests go to its own deployment."""
-    if endpoint is None or set(endpoint.traffic) == {name}:
+def find_split(
+    name: str, endpoint: EndpointView | None, rollout: RolloutView | None
+) -> list[tuple[str, float]]:
+    """Shares of an endpoint's requests, the largest first: of its backends, and of a rollout's versions in its own.
+
+    Empty where all requests go to its own deployment as it was before.
+    """
+    if endpoint is None:
         return []
-    return sorted(endpoint.traffic.items(), key=lambda part: (-part[1], part[0]))
+    versions = [] if rollout is None else find_shares(rollout)
+    if set(endpoint.traffic) == {name} and not versions:
+        return []
+    shares = dict(endpoint.traffic)
+    if versions:
+        own = shares.pop(name, 0.0)
+        shares |= {version: own * share for version, share in versions}
+    return sorted(shares.items(), key=lambda part: (-part[1], part[0]))
 
 
 def is_failing(rates: LoadRates | None) -> bool:
@@ -189,7 +201,7 @@ def describe_trouble(view: DeploymentView) -> str:
 
 def describe_rollout(view: RolloutView | None) -> str:
     """The present step of a rollout that is open; empty otherwise."""
-    if view is None or view.state not in ROLLOUT_OPEN:
+    if view is None or view.state not in OPEN_STATES:
         return ""
     step = view.steps[view.step] if view.step < len(view.steps) else ""
     paused = "paused at " if view.state == "paused" else ""

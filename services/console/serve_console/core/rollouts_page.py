@@ -134,7 +134,7 @@ def build_row(view: RolloutView) -> RolloutRow:
         ],
         current=len(view.steps) if view.outcome == "promoted" else view.step,
         step_text=view.steps[view.step] if view.step < len(view.steps) else "",
-        split=[] if not _is_open(view) else find_split(present, is_in_force=view.is_in_force),
+        split=find_shares(view),
         is_shadow=present is not None and present.is_shadow,
         summary=_summarize(view),
         need=_describe_total_need(view),
@@ -234,13 +234,15 @@ def find_actions(view: RolloutView) -> list[ControlAction]:
     return [*found, ControlAction("promote", "Promote", "", "Skips the other steps."), abort]
 
 
-def find_split(step: RolloutStep | None, *, is_in_force: bool) -> list[tuple[str, float]]:
-    """Shares of the versions while a step is in force; empty where that is not known.
+def find_shares(view: RolloutView) -> list[tuple[str, float]]:
+    """Shares of the versions in a deployment's requests while a step is in force; empty where none is.
 
     In a step with traffic the baseline gets as much as the canary, as far as the old version's share allows.
     """
-    if step is None or not is_in_force:
+    steps = _parse(view)
+    if view.outcome or not view.is_in_force or not _is_open(view) or view.step >= len(steps):
         return []
+    step = steps[view.step]
     if step.is_shadow:
         return [("old version", 1.0)]
     baseline = min(step.share, 1 - step.share)

@@ -33,6 +33,7 @@ from serve_common.errors import (
     TransientError,
 )
 from serve_common.protocol.subjects import UNREADABLE, Subjects
+from serve_console.core.rollouts_page import OPEN_STATES
 from serve_console.core.system import NOTHING_READ, RatesPoint, System, Trouble
 from serve_console.shell.sessions import PersonSession, Sessions
 
@@ -54,7 +55,6 @@ EVENTS_MAX: Final = 1000
 POINTS_MAX: Final = 450
 """Samples of the load that are kept of each name: a quarter of an hour while a page is open."""
 _NAMES_MAX: Final = 5000
-_RUNNING_ROLLOUTS: Final = frozenset({"running", "paused", "promoting", "closing"})
 
 _LEADER_AWAY = Trouble(
     "leader",
@@ -242,7 +242,7 @@ class Hub:
             applications = {view.name: view for view in await admin.call(GetAllApplications())}
             endpoints = {view.endpoint_tag: view for view in await admin.call(GetAllEndpoints())}
             is_old = True
-        if is_old or any(view.state in _RUNNING_ROLLOUTS for view in rollouts.values()):
+        if is_old or any(view.state in OPEN_STATES for view in rollouts.values()):
             rollouts = {view.backend_tag: view for view in await admin.call(GetRollouts())}
         if not self._events_are_whole:
             await self._read_events(reader)
