@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from muster.secrets import Secrets
 from serve_common.identities.roles import Role
 from tests.support.browser.console_process import ConsoleProcess, add_people, get_person
-from tests.support.browser.visitor import SOON_MS, Visitor, find_browser
+from tests.support.browser.visitor import KEYBOARD, MOUSE, SOON_MS, Visitor, find_browser
 from tests.support.stacks.embedded_stack import EmbeddedStack
 
 _FAILED = pytest.StashKey[bool]()
@@ -79,6 +79,13 @@ def console(stack: EmbeddedStack) -> Iterator[ConsoleProcess]:
         HTTP_URL=record["http_url"],
     ) as console:
         yield console
+
+
+@pytest.fixture(params=[MOUSE, KEYBOARD])
+def way(request: pytest.FixtureRequest) -> str:
+    """How people do it: with a mouse, or by keyboard alone on a narrow screen."""
+    found: str = request.param
+    return found
 
 
 @pytest.fixture(scope="package")

@@ -25,38 +25,38 @@ pytestmark = pytest.mark.timeout(300)
 
 def show_plan(visitor: Visitor) -> None:
     """From the form to the dry run."""
-    visitor.page.get_by_role("button", name="Show what it would do").click()
+    visitor.press(visitor.page.get_by_role("button", name="Show what it would do"))
     expect(visitor.page.get_by_text("A dry run: nothing is changed yet.")).to_be_visible()
 
 
 def apply(visitor: Visitor, *, ends: str = "Done") -> None:
     """From the dry run to the end of the change."""
-    visitor.page.get_by_role("button", name="Apply").click()
+    visitor.press(visitor.page.get_by_role("button", name="Apply"))
     visitor.page.wait_for_url("**/goals/**")
     state = visitor.page.get_by_role("region", name="State of the change")
     expect(state).to_contain_text(ends, timeout=2 * SOON_MS)
 
 
 def test_a_broken_version_is_deployed_its_traceback_read_and_rolled_back(
-    visit: Visit, stack: EmbeddedStack
+    visit: Visit, way: str, stack: EmbeddedStack
 ) -> None:
-    visitor = visit("admin")
+    visitor = visit("admin", way=way)
     visitor.open("/deploy")
     page = visitor.page
-    page.get_by_label("Name", exact=True).fill("fragile")
-    page.get_by_label("Version", exact=True).fill("good")
-    page.get_by_label("Import path").fill("shown_models:Steady")
-    page.get_by_label("Directory").fill(str(APPS / "browser_app"))
-    page.get_by_label("Route").fill("/fragile")
-    page.get_by_label("CPUs of each").fill("0.05")
+    visitor.write(page.get_by_label("Name", exact=True), "fragile")
+    visitor.write(page.get_by_label("Version", exact=True), "good")
+    visitor.write(page.get_by_label("Import path"), "shown_models:Steady")
+    visitor.write(page.get_by_label("Directory"), str(APPS / "browser_app"))
+    visitor.write(page.get_by_label("Route"), "/fragile")
+    visitor.write(page.get_by_label("CPUs of each"), "0.05")
     show_plan(visitor)
     apply(visitor)
     url = f"{stack.record()['http_url']}/fragile"
     assert httpx.get(url).text == "steady"
 
     visitor.open("/deploy?name=default/fragile")
-    page.get_by_label("Version", exact=True).fill("broken")
-    page.get_by_label("Import path").fill("shown_models:Broken")
+    visitor.write(page.get_by_label("Version", exact=True), "broken")
+    visitor.write(page.get_by_label("Import path"), "shown_models:Broken")
     show_plan(visitor)
     expect(page.get_by_role("table")).to_contain_text("start")
     apply(visitor, ends="Failed")
@@ -77,14 +77,16 @@ def test_a_broken_version_is_deployed_its_traceback_read_and_rolled_back(
     delete(stack, "fragile")
 
 
-def test_replicas_are_scaled_under_load_and_their_dots_come(visit: Visit, stack: EmbeddedStack) -> None:
+def test_replicas_are_scaled_under_load_and_their_dots_come(
+    visit: Visit, way: str, stack: EmbeddedStack
+) -> None:
     deploy(stack, "wide", seconds=0.01)
-    visitor, watcher = visit("operate"), visit("view")
+    visitor, watcher = visit("operate", way=way), visit("view")
     watcher.open("/")
     with under_load(f"{stack.record()['http_url']}/wide") as load:
         expect(watcher.row("wide")).not_to_contain_text("\N{EN DASH}", timeout=SOON_MS)
         visitor.open("/do/scale?backend_tag=default/wide")
-        visitor.page.get_by_label("Number of replicas").fill("3")
+        visitor.write(visitor.page.get_by_label("Number of replicas"), "3")
         show_plan(visitor)
         expect(visitor.page.get_by_role("heading", name=re.compile("start", re.IGNORECASE))).to_be_visible()
         expect(visitor.page.get_by_text("muster scale wide 3")).to_be_visible()
@@ -95,20 +97,20 @@ def test_replicas_are_scaled_under_load_and_their_dots_come(visit: Visit, stack:
     delete(stack, "wide")
 
 
-def test_nothing_is_deleted_before_its_name_is_typed(visit: Visit, stack: EmbeddedStack) -> None:
+def test_nothing_is_deleted_before_its_name_is_typed(visit: Visit, way: str, stack: EmbeddedStack) -> None:
     deploy(stack, "doomed")
-    visitor = visit("admin")
+    visitor = visit("admin", way=way)
     visitor.expected.append("status of 422")
     visitor.open("/do/delete_deployment?name=default/doomed")
     show_plan(visitor)
     confirm = visitor.page.get_by_label("Type doomed to delete it")
     button = visitor.page.get_by_role("button", name="Delete")
-    confirm.fill("another")
-    button.click()
+    visitor.write(confirm, "another")
+    visitor.press(button)
     expect(visitor.page.get_by_text("Type doomed to delete it.")).to_be_visible()
     assert any(view["name"] == "default/doomed" for view in stack.status()["deployments"])
-    confirm.fill("doomed")
-    button.click()
+    visitor.write(confirm, "doomed")
+    visitor.press(button)
     expect(visitor.page.get_by_role("region", name="State of the change")).to_contain_text(
         "Done", timeout=SOON_MS
     )
@@ -116,15 +118,15 @@ def test_nothing_is_deleted_before_its_name_is_typed(visit: Visit, stack: Embedd
     expect(visitor.row("doomed")).to_have_count(0)
 
 
-def test_a_host_is_drained_and_taken_back(visit: Visit, stack: EmbeddedStack) -> None:
+def test_a_host_is_drained_and_taken_back(visit: Visit, way: str, stack: EmbeddedStack) -> None:
     """The only one: its replica serves until there is another host for it, and the page says what is waited for."""
     deploy(stack, "moves")
     [host] = stack.status()["hosts"]
-    visitor = visit("operate")
+    visitor = visit("operate", way=way)
     visitor.open(f"/do/drain_host?host_id={host['host_id']}")
     try:
         show_plan(visitor)
-        visitor.page.get_by_role("button", name="Apply").click()
+        visitor.press(visitor.page.get_by_role("button", name="Apply"))
         visitor.page.wait_for_url("**/goals/**")
         assert stack.status()["hosts"][0]["draining"]
         visitor.open("/")
@@ -133,7 +135,7 @@ def test_a_host_is_drained_and_taken_back(visit: Visit, stack: EmbeddedStack) ->
     finally:
         visitor.open(f"/do/undrain_host?host_id={host['host_id']}")
         show_plan(visitor)
-        visitor.page.get_by_role("button", name="Apply").click()
+        visitor.press(visitor.page.get_by_role("button", name="Apply"))
     visitor.open("/")
     expect(visitor.row("moves")).to_contain_text("1 running1 of 1", timeout=SOON_MS)
     assert not stack.status()["hosts"][0]["draining"]
@@ -161,19 +163,19 @@ def two_backends(stack: EmbeddedStack) -> Iterator[str]:
 
 
 def test_traffic_is_split_and_shadowed_after_a_dry_run(
-    visit: Visit, stack: EmbeddedStack, two_backends: str
+    visit: Visit, way: str, stack: EmbeddedStack, two_backends: str
 ) -> None:
-    visitor = visit("operate")
+    visitor = visit("operate", way=way)
     visitor.open(f"/do/set_traffic?endpoint={two_backends}")
     page = visitor.page
-    page.get_by_label("parted-a").fill("75")
-    page.get_by_label("parted-b").fill("25")
+    visitor.write(page.get_by_label("parted-a"), "75")
+    visitor.write(page.get_by_label("parted-b"), "25")
     show_plan(visitor)
     expect(page.get_by_text(re.compile("muster .*parted.*0.75"))).to_be_visible()
     apply(visitor)
     visitor.open(f"/do/shadow_traffic?endpoint={two_backends}")
-    page.get_by_label("Copies go to").select_option("default/parted-b")
-    page.get_by_label(re.compile("Share|Proportion")).fill("50")
+    visitor.choose(page.get_by_label("Copies go to"), "parted-b")
+    visitor.write(page.get_by_label(re.compile("Share|Proportion")), "50")
     show_plan(visitor)
     apply(visitor)
     [view] = [each for each in stack.request(GetAllEndpoints()) if each.endpoint_tag == two_backends]

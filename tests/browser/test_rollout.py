@@ -14,22 +14,21 @@ from tests.support.stacks.embedded_stack import EmbeddedStack
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_rollout_is_watched_to_its_abort(visit: Visit, stack: EmbeddedStack) -> None:
+def test_a_rollout_is_watched_to_its_abort(visit: Visit, way: str, stack: EmbeddedStack) -> None:
     """Started by the form, watched on the page of the rollout and on Now; the old version serves all the time."""
     deploy(stack, "rolls", version="v1", replicas=2)
-    visitor, watcher = visit("admin"), visit("view")
+    visitor, watcher = visit("admin", way=way), visit("view")
     page = visitor.page
     with under_load(f"{stack.record()['http_url']}/rolls", threads=6, pause_s=0.005) as load:
         visitor.open("/do/start_rollout?name=default/rolls")
-        page.get_by_label("Version", exact=True).fill("v2")
-        page.get_by_label("Steps").fill("20%, 50%, 100%")
-        page.get_by_text("More settings").click()
-        page.get_by_label("Other changes of the code").fill(
-            '{"init_kwargs": {"text": "worse", "errors": 0.5}}'
-        )
-        page.get_by_role("button", name="Show what it would do").click()
+        visitor.write(page.get_by_label("Version", exact=True), "v2")
+        visitor.write(page.get_by_label("Steps"), "20%, 50%, 100%")
+        visitor.press(page.get_by_text("More settings"))
+        changes = '{"init_kwargs": {"text": "worse", "errors": 0.5}}'
+        visitor.write(page.get_by_label("Other changes of the code"), changes)
+        visitor.press(page.get_by_role("button", name="Show what it would do"))
         expect(page.get_by_text("A dry run: nothing is changed yet.")).to_be_visible()
-        page.get_by_role("button", name="Apply").click()
+        visitor.press(page.get_by_role("button", name="Apply"))
         page.wait_for_url("**/goals/**")
         watcher.open("/rollouts/default/rolls")
         main = watcher.page.get_by_role("main")

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("role", ["view", "operate", "admin"])
-def test_each_role_signs_in_and_out(visit: Visit, role: str) -> None:
-    visitor = visit(None)
+def test_each_role_signs_in_and_out(visit: Visit, way: str, role: str) -> None:
+    visitor = visit(None, way=way)
     visitor.open("/?from=a-link")
     assert visitor.page.url.endswith("/sign-in?next=/%3Ffrom%3Da-link")
     visitor.sign_in(get_person(role))
@@ -49,10 +49,12 @@ def test_each_role_signs_in_and_out(visit: Visit, role: str) -> None:
     expect(visitor.page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
-def test_a_wrong_password_is_refused_and_too_many_are_delayed(visit: Visit, stack: EmbeddedStack) -> None:
-    name = "guessed@example.org"
+def test_a_wrong_password_is_refused_and_too_many_are_delayed(
+    visit: Visit, way: str, stack: EmbeddedStack
+) -> None:
+    name = f"guessed-by-{way}@example.org"
     add_person(_source(stack), name, Role.VIEW, PASSWORD)
-    visitor = visit(None)
+    visitor = visit(None, way=way)
     visitor.expected.append("status of 403")
     visitor.open("/sign-in")
     alert = visitor.page.get_by_role("alert")

@@ -23,32 +23,32 @@ def _models(stack: EmbeddedStack) -> Iterator[None]:
     delete(stack, "rent", "plain")
 
 
-def test_an_operation_of_fastapi_is_called_by_its_form(visit: Visit, stack: EmbeddedStack) -> None:
-    visitor = visit("operate")
+def test_an_operation_of_fastapi_is_called_by_its_form(visit: Visit, way: str, stack: EmbeddedStack) -> None:
+    visitor = visit("operate", way=way)
     visitor.open("/")
-    visitor.row("rent").get_by_role("link", name="rent", exact=True).click()
-    visitor.page.get_by_role("link", name="Try it", exact=True).last.click()
+    visitor.press(visitor.row("rent").get_by_role("link", name="rent", exact=True))
+    visitor.press(visitor.page.get_by_role("link", name="Try it", exact=True).last)
     page = visitor.page
-    page.get_by_role("link", name="Read its OpenAPI schema").click()
-    page.get_by_role("link", name="/predict").click()
-    page.get_by_label("area_m2").fill("70")
-    page.get_by_label("rooms").fill("3")
-    page.get_by_role("button", name="Send").click()
+    visitor.press(page.get_by_role("link", name="Read its OpenAPI schema"))
+    visitor.press(page.get_by_role("link", name="/predict"))
+    visitor.write(page.get_by_label("area_m2"), "70")
+    visitor.write(page.get_by_label("rooms"), "3")
+    visitor.press(page.get_by_role("button", name="Send"))
     response = page.get_by_role("region", name="Response")
     expect(response).to_contain_text("200", timeout=SOON_MS)
     expect(response).to_contain_text('"rent": 925')
     expect(response).to_contain_text("curl")
     expect(response).to_contain_text(f"{stack.record()['http_url']}/rent/predict")
-    page.get_by_label("rooms").fill("0")
-    page.get_by_role("button", name="Send").click()
+    visitor.write(page.get_by_label("rooms"), "0")
+    visitor.press(page.get_by_role("button", name="Send"))
     expect(response).to_contain_text("422", timeout=SOON_MS)
     expect(response).to_contain_text("greater than or equal to 1")
 
 
-def test_a_request_is_written_by_hand_and_its_response_is_text(visit: Visit) -> None:
-    visitor = visit("admin")
+def test_a_request_is_written_by_hand_and_its_response_is_text(visit: Visit, way: str) -> None:
+    visitor = visit("admin", way=way)
     visitor.open("/try?name=default/plain")
-    visitor.page.get_by_role("button", name="Send").click()
+    visitor.press(visitor.page.get_by_role("button", name="Send"))
     response = visitor.page.get_by_role("region", name="Response")
     expect(response).to_contain_text("<b>as it is</b>", timeout=SOON_MS)
     expect(response).to_contain_text("200")

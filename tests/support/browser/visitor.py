@@ -14,6 +14,9 @@ from tests.support.browser.console_process import PASSWORD
 from tests.support.paths import ROOT
 
 AXE: Final = ROOT / "tests/vendor/axe-core/axe.min.js"
+MOUSE: Final = "mouse"
+KEYBOARD: Final = "keyboard"
+PHONE_WIDTH: Final = 375
 SOON_MS: Final = 30_000
 """For what takes a moment on a quiet machine."""
 LOST_STREAM: Final = r"\[object Event\]|net::ERR_|status of 50\d"
@@ -39,9 +42,15 @@ class Visitor:
         width: int = 1280,
         theme: str = "light",
         bypass_csp: bool = False,
+        way: str = MOUSE,
     ) -> None:
-        """``state`` are the cookies of an earlier visit. Scripts of tests are let in by ``bypass_csp`` only."""
+        """``state`` are the cookies of an earlier visit. Scripts of tests are let in by ``bypass_csp`` only.
+
+        ``way`` is `MOUSE`, or `KEYBOARD`: by keyboard alone, on a screen as narrow as a phone's.
+        """
         self.url = url
+        self.way = way
+        width = width if way == MOUSE else PHONE_WIDTH
         self.complaints: list[str] = []
         """Errors of scripts and of the browser's console."""
         self.expected: list[str] = []
@@ -90,13 +99,42 @@ class Visitor:
 
     def sign_in(self, name: str, password: str = PASSWORD) -> None:
         """Fill the form of the sign-in page, which must be open, and send it."""
-        self.page.get_by_label("Name").fill(name)
-        self.page.get_by_label("Password").fill(password)
-        self.page.get_by_role("button", name="Sign in").click()
+        self.write(self.page.get_by_label("Name"), name)
+        self.write(self.page.get_by_label("Password"), password)
+        self.press(self.page.get_by_role("button", name="Sign in"))
 
     def sign_out(self) -> None:
         """By the button in the head."""
-        self.page.get_by_role("button", name="Sign out").click()
+        self.press(self.page.get_by_role("button", name="Sign out"))
+
+    def press(self, target: Locator) -> None:
+        """Click on a button or link, or reach it by Tab and press Enter."""
+        if self.way == MOUSE:
+            target.click()
+            return
+        target.wait_for()
+        assert self.get_overflow() == []
+        self.tab_to(target)
+        self.page.keyboard.press("Enter")
+
+    def write(self, target: Locator, text: str) -> None:
+        """Write into a field, in place of what is there."""
+        if self.way == MOUSE:
+            target.fill(text)
+            return
+        target.wait_for()
+        self.tab_to(target)
+        self.page.keyboard.press("ControlOrMeta+a")
+        self.page.keyboard.type(text)
+
+    def choose(self, target: Locator, option: str) -> None:
+        """Choose the option of a list that begins with this text."""
+        if self.way == MOUSE:
+            target.select_option(option)
+            return
+        target.wait_for()
+        self.tab_to(target)
+        self.page.keyboard.type(option)
 
     def row(self, name: str) -> Locator:
         """The row of a deployment in the table of Now, by the name its user gave it."""
@@ -105,8 +143,11 @@ class Visitor:
 
     def tab_to(self, target: Locator) -> None:
         """Press Tab until ``target`` has the focus, and see that this is shown."""
+        is_first = target.evaluate("e => e === document.activeElement")
         for _ in range(_TABS_MAX):
-            self.page.keyboard.press("Tab")
+            if not is_first:
+                self.page.keyboard.press("Tab")
+            is_first = False
             if target.evaluate("e => e === document.activeElement"):
                 outline = target.evaluate(
                     "e => { const s = getComputedStyle(e); return s.outlineStyle + s.boxShadow; }"

@@ -20,6 +20,7 @@ from serve_common.config.backend import (
 )
 from serve_common.errors import BadField
 from serve_common.names import check_route, deployment_tag, short_name
+from serve_common.protocol.subjects import Subjects
 from serve_console.core.form_values import whole
 
 _DASHED: Final = frozenset({"on_failure", "replica_policy"})
@@ -43,7 +44,7 @@ def command_line(command: c.Command[Any], prefix: str = "serve") -> str:
     fields = _without_defaults(command)
     fields.pop("request_id", None)
     body = msgspec.json.encode(fields).decode()
-    return shlex.join(["nats", "request", f"{prefix}.admin.{command.verb}", body])
+    return shlex.join(["nats", "request", Subjects(prefix).admin(command.verb), body])
 
 
 def _without_defaults(value: msgspec.Struct) -> dict[str, Any]:
