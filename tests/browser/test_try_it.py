@@ -29,7 +29,10 @@ def test_an_operation_of_fastapi_is_called_by_its_form(visit: Visit, way: str, s
     visitor.press(visitor.row("rent").get_by_role("link", name="rent", exact=True))
     visitor.press(visitor.page.get_by_role("link", name="Try it", exact=True).last)
     page = visitor.page
-    visitor.press(page.get_by_role("link", name="Read its OpenAPI schema"))
+    expect(page.get_by_role("heading", name="Response")).to_be_visible()
+    reads = page.get_by_role("link", name="Read its OpenAPI schema")
+    if reads.count():  # until the first who wants it has read it
+        visitor.press(reads)
     visitor.press(page.get_by_role("link", name="/predict"))
     visitor.write(page.get_by_label("area_m2"), "70")
     visitor.write(page.get_by_label("rooms"), "3")
