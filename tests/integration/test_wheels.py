@@ -53,7 +53,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[zipfile.Path]:
         )
         subprocess.run([sys.executable, *command.split(), str(package)], check=True, timeout=100)
     found = sorted(target.glob("*.whl"))
-    assert len(found) == len(packages) == 6
+    assert len(found) == len(packages) == 7
     return [zipfile.Path(file) for file in found]
 
 
