@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Final, final
 
 import msgspec
@@ -294,11 +294,3 @@ class Hub:
         self.events.clear()
         self.events.extend(sorted(merged.values(), key=lambda event: event.at))
         self._events_are_whole = True
-
-    async def states(self) -> AsyncIterator[System]:
-        """Each state from now on, until the process ends; states that come too fast are left out."""
-        version = -1
-        while not self._is_closed:
-            system = await self.wait_newer(version)
-            version = system.version
-            yield system

@@ -276,7 +276,6 @@ class SignInPages:
             name=name,
             next=target,
             form_csrf=token,
-            has_passwords=self._settings.people_file is not None,
         )
         response.set_cookie(
             _FORM_COOKIE,
