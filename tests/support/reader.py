@@ -118,6 +118,7 @@ NOT_EXECUTED: Final[Mapping[str, Mapping[str, str]]] = {
         "muster scale digits 2": "would wait for a second host, once `max_replicas_per_host` is 1",
         "muster deploy … --num-cpus 1": _PLACEHOLDER,
         "muster restore FILE": "asks; backup.md has it with --yes",
+        "muster console user set-password NAME": "asks for a password; tests/unit/muster/cli/test_console.py sets one",
         "muster secrets --rotate ROLE": "secure.md has it, for a stack that is not shared",
         "docker compose up -d --no-recreate --scale replica-host=2": "compose.md has it, with more",
         "docker compose up -d --scale controller=2": "compose.md has it, with more",
