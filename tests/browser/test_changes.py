@@ -37,6 +37,18 @@ def apply(visitor: Visitor, *, ends: str = "Done") -> None:
     expect(state).to_contain_text(ends, timeout=2 * SOON_MS)
 
 
+def find_mark(visitor: Visitor, title: str) -> None:
+    """Move the pointer over the first chart until its legend says what is marked there."""
+    chart = visitor.page.locator(".chart").first
+    box = chart.locator(".u-over").bounding_box()
+    assert box is not None
+    for at in range(0, int(box["width"]), 4):
+        visitor.page.mouse.move(box["x"] + at, box["y"] + box["height"] / 2)
+        if title in chart.locator(".u-legend").inner_text():
+            return
+    raise AssertionError(f"{title!r} is marked nowhere")
+
+
 def test_a_broken_version_is_deployed_its_traceback_read_and_rolled_back(
     visit: Visit, way: str, stack: EmbeddedStack
 ) -> None:
@@ -93,6 +105,8 @@ def test_replicas_are_scaled_under_load_and_their_dots_come(
         apply(visitor)
         expect(watcher.row("wide")).to_contain_text("3 of 3", timeout=SOON_MS)
         assert watcher.row("wide").locator(".dot-running").count() == 3
+        watcher.open("/deployments/default/wide")
+        find_mark(watcher, "Scale to 3")
     assert load.failures == []
     delete(stack, "wide")
 
@@ -135,7 +149,8 @@ def test_a_host_is_drained_and_taken_back(visit: Visit, way: str, stack: Embedde
     finally:
         visitor.open(f"/do/undrain_host?host_id={host['host_id']}")
         show_plan(visitor)
-        visitor.press(visitor.page.get_by_role("button", name="Apply"))
+        with visitor.page.expect_navigation():
+            visitor.press(visitor.page.get_by_role("button", name="Apply"))
     visitor.open("/")
     expect(visitor.row("moves")).to_contain_text("1 running1 of 1", timeout=SOON_MS)
     assert not stack.status()["hosts"][0]["draining"]

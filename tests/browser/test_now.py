@@ -65,7 +65,7 @@ def expected(status: dict[str, Any]) -> dict[str, Any]:
                 "running": f"{running} of {wanted}",
                 "dots": [
                     f"{short_name(replica['replica_tag'])}: {replica['state'].replace('_', ' ')}"
-                    for replica in view["replicas"]
+                    for replica in (*view["replicas"], *view["rollout_replicas"])
                 ],
             }
         )

@@ -85,6 +85,7 @@ def test_settings_that_are_not_the_default_are_marked() -> None:
     found = {setting.name: setting for setting in group.settings}
     assert (found["num_replicas"].value, found["num_replicas"].default, group.changed) == ("3", "1", 1)
     assert not found["circuit_breaker.window_s"].is_changed
+    assert [setting.name for setting in group.settings if setting.is_shown] == ["num_replicas"]
 
 
 def test_the_difference_of_revisions_comes_from_the_history() -> None:

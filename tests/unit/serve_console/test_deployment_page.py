@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -24,13 +25,13 @@ from serve_common.api.views import (
     RevisionView,
 )
 from serve_common.config.backend import BackendConfig, ReplicaConfig
-from serve_common.errors import ServeError, TransientError
+from serve_common.errors import LimitReached, ServeError, TransientError
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.tasks import TaskOwner
 from serve_console.core.system import NOTHING_READ, RatesPoint, Trouble
-from serve_console.shell.log_feeds import LogFeeds, LogTab
+from serve_console.shell.log_feeds import FEEDS_OF_PERSON_MAX, LogFeeds, LogTab
 from serve_console.web.sign_in import COOKIE
 from tests.support.console_world import ConsoleWorld, status
 
@@ -234,3 +235,17 @@ async def test_tabs_share_a_feed_that_closes_with_the_last_and_each_gets_what_it
     assert texts == [["old", "fine", "broken"], ["broken"], ["old", "fine", "broken"]]
     await asyncio.sleep(0.01)
     assert (lines.open, len(feeds), len(tasks)) == (0, 0, 0)
+
+
+async def test_one_person_cannot_take_all_feeds_of_logs() -> None:
+    world, lines, tasks = ConsoleWorld(), FakeLines(), TaskOwner("test")
+    (_, ana), (_, ben) = await world.start_session("ana"), await world.start_session("ben")
+    feeds = LogFeeds(Subjects("serve"), lines.listen, world.clock, tasks)
+    with contextlib.ExitStack() as watched:
+        for number in range(FEEDS_OF_PERSON_MAX):
+            watched.enter_context(feeds.watch(f"shop/{number}", LogTab(ana, 0.0)))
+        feeds.check_limits("shop/0", ana)
+        feeds.check_limits("shop/x", ben)
+        with pytest.raises(LimitReached, match=f"ana watches the logs of {FEEDS_OF_PERSON_MAX}"):
+            feeds.check_limits("shop/x", ana)
+    await tasks.close(1.0)

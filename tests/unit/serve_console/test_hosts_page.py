@@ -69,6 +69,23 @@ def test_a_host_uses_what_its_replicas_reserve() -> None:
     assert (first.unknown, second.unknown) == (0, 2)
 
 
+def test_replicas_of_a_rollout_are_named_where_they_run() -> None:
+    judged = [replica("default/a--canary#1", "h1"), replica("default/a--baseline#1", None, "should_start")]
+    view = msgspec.structs.replace(
+        deployment("default/a", [replica("default/a#1", "h1")], num_cpus=1), rollout_replicas=judged
+    )
+
+    shown = page([view], [host("h1", num_replicas=2)], [])
+
+    [card] = shown.hosts
+    assert [(group.title, group.dots, group.href) for group in card.groups] == [
+        ("a", [("a#1", "running")], "/deployments/default/a"),
+        ("a--canary", [("a--canary#1", "running")], "/rollouts/default/a"),
+    ]
+    assert card.unknown == 0
+    assert [(each.title, each.href) for each in shown.waiting] == [("a--baseline#1", "/rollouts/default/a")]
+
+
 def test_replicas_without_a_host_are_listed_with_why_they_wait() -> None:
     replicas = [
         replica("default/a#1", "h1"),

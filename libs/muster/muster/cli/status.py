@@ -208,7 +208,7 @@ def _show(view: DeploymentView, config: dict[str, str]) -> None:
             "last change": f"{view.goal_id} {view.goal_status.value}",
         }
     )
-    print_replicas(view.replicas)
+    print_replicas([*view.replicas, *view.rollout_replicas])
     if view.message:
         print_line(view.message)
 

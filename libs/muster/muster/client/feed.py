@@ -19,7 +19,8 @@ from serve_common.nats.client import close_nats, connect_nats
 _CONNECT_S: Final = 5.0
 _FLUSH_S: Final = 5
 _WAITING_MAX: Final = 10_000
-"""Most messages that wait to be read; beyond that the oldest are dropped."""
+_WAITING_BYTES_MAX: Final = 32 * 1024 * 1024
+"""Most messages that wait to be read, and bytes of them; beyond that the oldest are dropped."""
 
 
 @final
@@ -30,7 +31,8 @@ class NatsFeed:
         """Connects in `open`."""
         self._address = address
         self._client: Client | None = None
-        self._queue: deque[FeedMessage] = deque(maxlen=_WAITING_MAX)
+        self._queue: deque[FeedMessage] = deque()
+        self._queue_bytes = 0
         self._arrived = asyncio.Event()
 
     async def open(self, subjects: Sequence[str]) -> None:
@@ -64,7 +66,7 @@ class NatsFeed:
                     await self._arrived.wait()
         except TimeoutError:
             return None
-        return self._queue.popleft()
+        return self._take()
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Publish a message. Raises `BusUnavailable`."""
@@ -76,4 +78,12 @@ class NatsFeed:
 
     async def _on_message(self, message: Msg) -> None:
         self._queue.append(FeedMessage(message.subject, message.data))
+        self._queue_bytes += len(message.data)
+        while len(self._queue) > _WAITING_MAX or self._queue_bytes > _WAITING_BYTES_MAX:
+            self._take()
         self._arrived.set()
+
+    def _take(self) -> FeedMessage:
+        message = self._queue.popleft()
+        self._queue_bytes -= len(message.payload)
+        return message

@@ -99,6 +99,8 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     """Status of that goal; `GoalStatus.SUCCEEDED` also for one that is no longer retained."""
     replicas: list[ReplicaView]
     """Replicas, the oldest first. Empty where the query leaves them out, and for a deleted deployment."""
+    rollout_replicas: list[ReplicaView] = []
+    """Replicas of the canary and then the baseline, while a rollout has any; left out where ``replicas`` are."""
     application: str = ""
     """Name of its application; empty for a deployment that was deployed by itself."""
     is_ingress: bool = False

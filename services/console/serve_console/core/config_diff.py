@@ -27,6 +27,11 @@ class Setting(msgspec.Struct, frozen=True):
     is_changed: bool
     """Whether it differs from its default."""
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether it was chosen: it differs from its default, or has none."""
+        return self.is_changed or not self.default
+
 
 class SettingGroup(msgspec.Struct, frozen=True):
     """The fields of one struct."""

@@ -35,7 +35,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     host: str
     version: str
     is_old: bool
-    """Whether it runs another version than the target."""
+    """Whether it is one of the deployment itself, and runs another version than the target."""
     message: str
 
 
@@ -88,6 +88,7 @@ def build_page(system: System, name: str) -> DeploymentPageView | None:
     if view is None:
         return None
     row = build_row(system, view)
+    replicas = [*view.replicas, *view.rollout_replicas]
     message = clean_text(view.message.strip(), _MESSAGE_MAX)
     if not message and view.status.value == "unhealthy":
         message = next((clean_text(each.message, _MESSAGE_MAX) for each in view.replicas if each.message), "")
@@ -98,20 +99,21 @@ def build_page(system: System, name: str) -> DeploymentPageView | None:
         endpoint=system.endpoints.get(name),
         autoscaling=system.autoscaling.get(name),
         rollout=system.rollouts.get(name),
-        replicas=[_build_replica(each, view.version) for each in view.replicas[:REPLICAS_MAX]],
-        replicas_left_out=max(0, len(view.replicas) - REPLICAS_MAX),
+        replicas=[_build_replica(each, view) for each in replicas[:REPLICAS_MAX]],
+        replicas_left_out=max(0, len(replicas) - REPLICAS_MAX),
         message=message if message.strip() != row.wrong else "",
     )
 
 
-def _build_replica(view: ReplicaView, target: str | None) -> ReplicaRow:
+def _build_replica(view: ReplicaView, deployment: DeploymentView) -> ReplicaRow:
     lines = clean_text(view.message, 2_000).strip().splitlines()
+    is_own = view.replica_tag.startswith(f"{deployment.name}#")
     return ReplicaRow(
         tag=view.replica_tag,
         state=view.state,
         host=view.host_id or "",
         version=view.version or "unversioned",
-        is_old=view.version != target,
+        is_old=is_own and view.version != deployment.version,
         message=lines[-1] if lines else "",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
+from urllib.parse import quote
 
 import msgspec
 
@@ -34,8 +35,8 @@ class HostGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     title: str
-    is_known: bool
-    """Whether it is a deployment with a page of its own, and no canary or baseline of one."""
+    href: str
+    """Its page; of a canary or a baseline that of the rollout."""
     dots: list[tuple[str, str]]
     """Name and state of each replica."""
 
@@ -71,8 +72,8 @@ class WaitingReplica(msgspec.Struct, frozen=True):
 
     name: str
     title: str
-    deployment: str
-    is_known: bool
+    href: str
+    """The page of its deployment or its rollout."""
     why: str
 
 
@@ -105,7 +106,7 @@ def build_hosts_page(system: System) -> HostsPage:
     placed: dict[str, list[ReplicaView]] = defaultdict(list)
     waiting = []
     for view in status.deployments:
-        for replica in view.replicas:
+        for replica in (*view.replicas, *view.rollout_replicas):
             if replica.host_id is not None:
                 placed[replica.host_id].append(replica)
             elif replica.state == "should_start":
@@ -156,7 +157,7 @@ def build_host(
             HostGroup(
                 name=name,
                 title=short_name(name),
-                is_known=name in deployments,
+                href=_build_href(name, deployments),
                 dots=sorted(dots),
             )
             for name, dots in sorted(groups.items())
@@ -217,10 +218,15 @@ def _wait(replica: ReplicaView, deployments: Mapping[str, DeploymentView]) -> Wa
     return WaitingReplica(
         name=replica.replica_tag,
         title=short_name(replica.replica_tag),
-        deployment=name,
-        is_known=name in deployments,
+        href=_build_href(name, deployments),
         why=replica.message or "waits for a host",
     )
+
+
+def _build_href(name: str, deployments: Mapping[str, DeploymentView]) -> str:
+    if name in deployments:
+        return f"/deployments/{quote(name)}"
+    return f"/rollouts/{quote(name.rpartition('--')[0])}"
 
 
 def _find_reserved(name: str, deployments: Mapping[str, DeploymentView]) -> dict[str, float]:

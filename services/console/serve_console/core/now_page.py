@@ -146,7 +146,10 @@ def build_row(system: System, view: DeploymentView) -> NowRow:
         is_failing=is_failing(rates),
         running=running,
         wanted=wanted,
-        dots=[Dot(short_name(replica.replica_tag), replica.state) for replica in view.replicas],
+        dots=[
+            Dot(short_name(replica.replica_tag), replica.state)
+            for replica in (*view.replicas, *view.rollout_replicas)
+        ],
         wrong=describe_trouble(view),
         rollout=describe_rollout(rollout),
         autoscaling=describe_autoscaling(autoscaling),
@@ -163,7 +166,7 @@ def find_old_versions(view: DeploymentView) -> list[str]:
 def find_split(
     name: str, endpoint: EndpointView | None, rollout: RolloutView | None
 ) -> list[tuple[str, float]]:
-    """Shares of an endpoint's requests, the largest first: of its backends, and of a rollout's versions in its own.
+    """Shares of an endpoint's requests, the largest first: of its backends, and behind them of a rollout's versions.
 
     Empty where all requests go to its own deployment as it was before.
     """
@@ -173,10 +176,9 @@ def find_split(
     if set(endpoint.traffic) == {name} and not versions:
         return []
     shares = dict(endpoint.traffic)
-    if versions:
-        own = shares.pop(name, 0.0)
-        shares |= {version: own * share for version, share in versions}
-    return sorted(shares.items(), key=lambda part: (-part[1], part[0]))
+    own = shares.pop(name, 0.0) if versions else 0.0
+    others = sorted(shares.items(), key=lambda part: (-part[1], part[0]))
+    return [*others, *((version, own * share) for version, share in versions)]
 
 
 def is_failing(rates: LoadRates | None) -> bool:

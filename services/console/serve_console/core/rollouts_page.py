@@ -247,16 +247,21 @@ def find_shares(view: RolloutView) -> list[tuple[str, float]]:
         return [("old version", 1.0)]
     baseline = min(step.share, 1 - step.share)
     parts = [
-        ("new version", step.share),
-        ("baseline", baseline),
         ("old version", max(0.0, 1 - step.share - baseline)),
+        ("baseline", baseline),
+        ("new version", step.share),
     ]
     return [(name, round(share, 6)) for name, share in parts if share > 1e-9]
 
 
 def find_events(view: RolloutView, events: Iterable[EventView]) -> list[TimelineItem]:
     """The newest events of a rollout, the newest first: of its goal, its deployment, its canary and its baseline."""
-    found = [event for event in events if _belongs(view, event)]
+    # That a goal waits says nothing that its rollout does not say, and it says it often.
+    found = [
+        event
+        for event in events
+        if _belongs(view, event) and (event.kind, event.state) != ("goal", "pending")
+    ]
     return [
         TimelineItem(
             at=event.at,

@@ -18,7 +18,7 @@ _TEXT_MAX: Final = 300
 _TONES: Final = {
     "succeeded": "good", "running": "good", "promoted": "good",
     "failed": "bad", "unhealthy": "bad", "dead": "bad", "aborted": "bad", "lost": "bad", "ejected": "bad",
-    "should_start": "warn", "superseded": "warn",
+    "should_start": "warn", "superseded": "warn", "step": "accent", "passed": "good",
 }  # fmt: skip
 _TITLES: Final = {
     "deploy": "Deploy", "deploy_application": "Deploy of the application", "delete_deployment": "Delete",
@@ -140,5 +140,6 @@ def _build_item(group: Sequence[EventView], name: str) -> TimelineItem:
         )
     if event.kind == "goal":
         return TimelineItem(event.at, f"{event.subject} {event.state}", message, tone, event.subject)
-    title = {"autoscaling": "Autoscaling", "audit": "Change"}.get(event.kind, short_name(name))
+    titles = {"autoscaling": "Autoscaling", "audit": "Change", "rollout": "Rollout"}
+    title = titles.get(event.kind, short_name(name))
     return TimelineItem(event.at, title, message, tone, goal)

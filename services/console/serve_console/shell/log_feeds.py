@@ -33,6 +33,8 @@ _log = structlog.get_logger(__name__)
 
 FEEDS_MAX: Final = 200
 """Most deployments whose logs are watched at once."""
+FEEDS_OF_PERSON_MAX: Final = 100
+"""Most of them that one person watches."""
 RETAINED_MAX: Final = 400
 """Lines that a feed retains for tabs that come later."""
 _REPLAY_S: Final = 0.7
@@ -95,14 +97,24 @@ class LogFeeds:
     def __len__(self) -> int:
         return len(self._feeds)
 
+    def check_limits(self, name: str, session: PersonSession) -> None:
+        """Raises `LimitReached` if the person of the session cannot watch the deployment as well."""
+        person = session.person.name
+        own = {
+            watched
+            for watched, feed in self._feeds.items()
+            if any(tab.session.person.name == person for tab in feed.tabs)
+        }
+        if name not in own and len(own) >= FEEDS_OF_PERSON_MAX:
+            raise LimitReached(f"{person} watches the logs of {len(own)} deployments already")
+        if name not in self._feeds and len(self._feeds) >= FEEDS_MAX:
+            raise LimitReached(f"the logs of {len(self._feeds)} deployments are watched already")
+
     @contextlib.contextmanager
     def watch(self, name: str, tab: LogTab) -> Iterator[None]:
         """Give the tab the deployment's lines for the block, retained ones first. Raises `LimitReached`."""
-        feed = self._feeds.get(name)
-        if feed is None:
-            if len(self._feeds) >= FEEDS_MAX:
-                raise LimitReached(f"the logs of {len(self._feeds)} deployments are watched already")
-            feed = self._feeds[name] = _Feed()
+        self.check_limits(name, tab.session)
+        feed = self._feeds.setdefault(name, _Feed())
         for entry in feed.retained:
             tab.add(entry)
         tab.state = feed.state

@@ -101,6 +101,48 @@
   const shown = (value, unit) => value == null ? "–"
     : `${value.toLocaleString("en", { maximumSignificantDigits: 4 })}${unit ? ` ${unit}` : ""}`;
 
+  // Marks: what a list with data-marks says that happened, as lines through the charts of the page. The list is its text.
+  function readMarks() {
+    return [...document.querySelectorAll("[data-marks] li[class]")].map((item) => ({
+      at: Date.parse(item.querySelector("time")?.dateTime) / 1000,
+      title: item.querySelector(".timeline-title")?.textContent.trim() ?? "",
+      tone: item.className.replace("timeline-", ""),
+    })).filter(({ at }) => at);
+  }
+
+  function drawMarks(chart, element) {
+    const { ctx, bbox, scales: { x: { min, max } } } = chart;
+    const tones = Object.fromEntries(["warn", "good", "bad", "accent"].map((tone) => [tone, colour(element, tone)]));
+    ctx.save();
+    ctx.lineWidth = devicePixelRatio;
+    ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+    for (const { at, tone } of readMarks().reverse()) {
+      if (at < min || at > max) continue;
+      const left = Math.round(chart.valToPos(at, "x", true)), size = 4 * devicePixelRatio;
+      ctx.strokeStyle = ctx.fillStyle = tones[tone];
+      ctx.globalAlpha = .55;
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.globalAlpha = 1;
+      ctx.beginPath();
+      ctx.moveTo(left - size, bbox.top - size);
+      ctx.lineTo(left + size, bbox.top - size);
+      ctx.lineTo(left, bbox.top + size);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  const MARKS_NAMED_MAX = 3;
+
+  function nameMarks(chart) { // what is marked within some pixels of the pointer, the oldest first
+    const { min, max } = chart.scales.x;
+    const near = readMarks().filter(({ at }) => at >= min && at <= max && Math.abs(chart.valToPos(at, "x") - chart.cursor.left) < 6);
+    return near.reverse().slice(0, MARKS_NAMED_MAX).map(({ title }) => ` · ${title}`).join("");
+  }
+
   function drawChart(element) {
     const { times, series, unit, height } = JSON.parse(element.dataset.chart);
     const data = current.get(element) ?? [times, ...series.map(({ values }) => values)];
@@ -111,7 +153,8 @@
     const lines = series.map(({ name, colour: index }, at) => {
       const stroke = colour(element, `series-${index ?? at % 5 + 1}`);
       return {
-        label: name, stroke, width: 1.5, points: { show: false }, value: (_, value) => shown(value, unit),
+        label: name, stroke, width: 1.5, points: { show: false },
+        value: (chart, value, index, at) => shown(at == null ? chart.data?.[index]?.at(-1) : value, unit),
         dash: [[], [6, 3], [2, 3], [8, 3, 2, 3], [12, 4]][at % 5],
       };
     });
@@ -121,7 +164,10 @@
       return [Math.min(known.length === 1 ? end : low ?? 0, end - 60), end];
     };
     const at = (seconds, from, to) => new Date(seconds * 1000).toISOString().slice(from, to);
-    const time = { label: "Time", value: (_, value) => value == null ? "–" : `${at(value, 11, 19)} UTC` };
+    const time = { label: "Time", value: (chart, value) => {
+      if (value == null) return chart.data?.[0]?.length ? "now" : "–";
+      return `${at(value, 11, 19)} UTC${nameMarks(chart)}`;
+    } };
     const hours = (chart, ticks, axis, space, step) => ticks.map((tick) => !chart.data[0].length ? ""
       : step < 60 ? at(tick, 11, 19) : step < 86400 ? at(tick, 11, 16) : at(tick, 5, 10));
     const chart = new uPlot({
@@ -131,6 +177,7 @@
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => shown(tick, unit)) }],
       scales: { x: { range }, y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] } },
       cursor: { y: false, points: { size: 6 } }, padding: [10, 8, 0, 0],
+      hooks: { draw: [(chart) => drawMarks(chart, element)] },
     }, data, element);
     charts.set(element, chart);
     sizes.observe(element);

@@ -13,7 +13,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute
 
 from muster.client.requests import Listen, listen_to_stack
-from serve_common.errors import BadField, LimitReached
+from serve_common.errors import BadField
 from serve_common.names import DEFAULT_APPLICATION, deployment_tag
 from serve_common.protocol.reports import LEVELS
 from serve_common.protocol.subjects import Subjects
@@ -28,7 +28,7 @@ from serve_console.core.deployment_page import (
 )
 from serve_console.core.system import System
 from serve_console.core.timeline import TimelineItem, merge_timeline
-from serve_console.shell.log_feeds import FEEDS_MAX, LogFeeds, LogTab
+from serve_console.shell.log_feeds import LogFeeds, LogTab
 from serve_console.shell.sessions import PersonSession
 from serve_console.web.deployment_queries import DeploymentQueries
 from serve_console.web.live import Fragment, LiveStreams, whole
@@ -113,8 +113,7 @@ class DeploymentPage:
         name, tab = _check_tag(request.path_params["name"], self._shared.hub.system), _parse_tab(request)
         feed: LogStream | None = None
         if tab == "logs":
-            if len(self._feeds) >= FEEDS_MAX:
-                raise LimitReached(f"the logs of {FEEDS_MAX} deployments are watched already")
+            self._feeds.check_limits(name, session)
             if self._shared.hub.system.find_deployment(name) is None:
                 raise HTTPException(404)
             level, request_id = _parse_log_filter(request)

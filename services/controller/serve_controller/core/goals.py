@@ -313,7 +313,8 @@ def not_applied(draft: Checkpoint, observed: ObservedState, keys: Iterable[str])
         proxy = observed.proxies.get(proxy_id)
         behind += proxy is None or proxy.report.applied_snapshot_id < needed
     if behind:
-        return f"{behind} proxies have not applied snapshot {needed} yet"
+        proxies = "one proxy has" if behind == 1 else f"{behind} proxies have"
+        return f"{proxies} not applied snapshot {needed} yet"
     return ""
 
 

@@ -276,7 +276,7 @@ def test_a_goal_waits_until_every_live_proxy_has_applied_the_snapshot() -> None:
     assert loop.waiting_for(goal_id).startswith("2 proxies have not applied snapshot")
     loop.proxies[ProxyId("proxy-1")] = 10**6
     loop.step()
-    assert loop.waiting_for(goal_id).startswith("1 proxies")
+    assert loop.waiting_for(goal_id).startswith("one proxy has")
     loop.are_proxies_slow = False
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
@@ -306,7 +306,7 @@ def test_every_goal_that_changes_routing_waits_for_the_proxies(command: CreateEn
     goal_id = loop.command(command).goal_id
     loop.steps(20)
     assert loop.goal_status(goal_id) is GoalStatus.PENDING
-    assert loop.waiting_for(goal_id).startswith("1 proxies have not applied snapshot")
+    assert loop.waiting_for(goal_id).startswith("one proxy has not applied snapshot")
     loop.are_proxies_slow = False
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED

@@ -19,6 +19,7 @@ from serve_common.api.views import (
     DeploymentView,
     EndpointView,
     GoalStatus,
+    ReplicaView,
     SnapshotView,
 )
 from serve_common.errors import NotFound
@@ -32,6 +33,7 @@ from serve_controller.core.objects import (
     EndpointConfig,
     EndpointRecord,
 )
+from serve_controller.core.rollouts.record import baseline_tag, canary_tag
 from serve_controller.core.views.backends import get_goal_status, get_status, view_replicas
 from serve_controller.core.views.hosts import ALL, paginate
 
@@ -217,11 +219,20 @@ def _present(
         goal_id=backend.goal_id,
         goal_status=get_goal_status(checkpoint, backend.goal_id),
         replicas=view_replicas(checkpoint, backend) if with_replicas else [],
+        rollout_replicas=_view_rollout_replicas(checkpoint, backend) if with_replicas else [],
         application=deployment.application,
         is_ingress=application is not None and application.target.ingress == deployment.tag,
         started_at=deployment.started_at,
         endpoint_options=reached.options,
     )
+
+
+def _view_rollout_replicas(checkpoint: Checkpoint, backend: Backend) -> list[ReplicaView]:
+    if backend.backend_tag not in checkpoint.rollouts:
+        return []
+    tags = (canary_tag(backend.backend_tag), baseline_tag(backend.backend_tag))
+    judged = [checkpoint.backends[tag] for tag in tags if tag in checkpoint.backends]
+    return [replica for each in judged for replica in view_replicas(checkpoint, each)]
 
 
 def _gone(deployment: Deployment, version: BackendVersion) -> DeploymentView:

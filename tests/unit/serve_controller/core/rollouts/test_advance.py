@@ -17,6 +17,7 @@ from serve_common.errors import BadField, Conflict
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.rollouts.record import RolloutOutcome, RolloutState
+from serve_controller.core.views.deployments import view_deployment
 from tests.support.control_loop.closed_loop import check_converged, check_fixpoint
 from tests.support.control_loop.orders import BAD_CODE, deploy
 from tests.support.control_loop.rollout_world import BASELINE, CANARY, QUICK, TAG, RolloutWorld
@@ -30,9 +31,16 @@ def test_a_version_that_is_no_worse_takes_the_place_of_the_old_one() -> None:
     assert world.weights() == {TAG: 0.8, CANARY: 0.1, BASELINE: 0.1}
     world.run_to_step(1)
     assert world.weights() == {CANARY: 0.5, BASELINE: 0.5}
+    judged = view_deployment(world.loop.checkpoint, TAG).rollout_replicas
+    assert [(each.replica_tag.partition("#")[0], each.version) for each in judged] == [
+        *[(CANARY, "v2")] * len(world.loop.checkpoint.get_replicas(CANARY)),
+        *[(BASELINE, "v1")] * len(world.loop.checkpoint.get_replicas(BASELINE)),
+    ]
+    assert len(judged) >= 2
     world.run(600, until=RolloutState.ENDED)
     assert world.rollout.outcome is RolloutOutcome.PROMOTED, world.rollout.progress
     world.loop.settle()
+    assert view_deployment(world.loop.checkpoint, TAG).rollout_replicas == []
     assert world.loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
     assert world.weights() == {TAG: 1.0}
     assert world.loop.backend().target.version == "v2"
