@@ -435,7 +435,8 @@ class ResponseReader:
         outgoing = attempt.outgoing if socket is None else socket.outgoing
         if outgoing is None or not received:
             return
-        if (alive.has_gap or received < attempt.probed_sent) and not outgoing.resume(received):
+        lacks_some = alive.has_gap or received < attempt.probed_sent
+        if (lacks_some or outgoing.is_paused) and not outgoing.resume(received):
             self._registry.fail(call, ReplicaDied("a part of the request was lost"))
         elif socket is not None:
             socket.allow(0, limit)

@@ -166,6 +166,11 @@ class OutgoingStream(Generic[BodyT_co]):
         return self._end is not None
 
     @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._is_paused
+
+    @property
     def is_sent(self) -> bool:
         """True when the last frame was sent, and nothing is to be sent again."""
         return self._end is not None and self.sent >= self._end

@@ -371,6 +371,24 @@ async def test_what_was_sent_after_a_probe_is_not_sent_again_for_its_answer(worl
     await task
 
 
+async def test_an_upload_goes_on_when_its_replica_is_back_and_lacks_nothing(world: World) -> None:
+    """As where the replica's connection was cut when a probe came, and everything sent before had arrived."""
+    task = await world.ask(bytes((LARGE_WINDOW_FRAMES + 3) * FRAME_BODY_BYTES_MAX))
+    reply = world.take(RequestHead)[1]
+    world.bus.sent.clear()
+    world.answer(reply, AliveHead(LARGE_WINDOW_FRAMES))
+    world.look(PROBE_AFTER_S)
+    world.take(ProbeHead)
+    world.no_responders(reply)
+    world.look(PROBE_AFTER_S)
+    world.bus.sent.clear()  # probes
+    at, limit = LARGE_WINDOW_FRAMES, WINDOW_FRAMES + LARGE_WINDOW_FRAMES
+    world.answer(reply, AliveHead(at, limit))
+    assert [world.take(BodyHead)[2].sequence for _ in range(3)] == [at, at + 1, at + 2]
+    world.ok(reply)
+    await task
+
+
 async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: World) -> None:
     reply, _, answer = await world.stream()
     assert answer.stream is not None
