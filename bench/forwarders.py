@@ -198,6 +198,10 @@ class Network:
         """Cut each link from now on, and a connection to NATS every so many seconds."""
         return await self._tell("cut", seed, nats_every_s)
 
+    async def count(self) -> Counts:
+        """What was cut so far. One call at a time, as of all these."""
+        return await self._tell("count")
+
     async def spare(self) -> Counts:
         """Cut no more; what is forwarded already is so further."""
         return await self._tell("spare")
@@ -229,6 +233,8 @@ async def _obey() -> None:
                 case ["cut", seed, nats_every_s]:
                     links.cut(random.Random(seed))
                     others.append(tasks.create_task(nats.cut_in_turn(random.Random(seed), nats_every_s)))
+                case ["count"]:
+                    pass
                 case ["spare"]:
                     while others:
                         others.pop().cancel()

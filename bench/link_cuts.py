@@ -28,7 +28,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
-from bench.forwarders import Network, draw_bytes
+from bench.forwarders import Counts, Network, draw_bytes
 from muster.handle import DeploymentHandle
 from muster.handles import runtime
 from serve_common.api.commands import DeleteDeployment, Deploy
@@ -50,6 +50,7 @@ MESSAGE_BYTES = 500_000
 RESTARTS = 1012
 """Close code of a WebSocket whose replica is replaced."""
 _ANSWER_TIMEOUT_S = 120.0
+_COUNTED_EVERY_S = 0.5
 
 
 class Storm(msgspec.Struct, kw_only=True):
@@ -98,9 +99,9 @@ class _Clients:
         self._handle = DeploymentHandle(NAME, "default").options(method_name="call")
 
     def _until_rolled(self, requests: int) -> Iterator[int]:
-        """So many, and more until replicas have rolled once."""
+        """So many, and more until replicas have rolled once and a connection to NATS was cut."""
         for number in itertools.count():
-            if number >= requests and self._storm.rolls:
+            if number >= requests and self._storm.rolls and self._storm.nats_cuts:
                 return
             yield number
 
@@ -198,6 +199,12 @@ async def _roll(stack: LoadedStack, storm: Storm, name: str) -> None:
         storm.rolls += 1
 
 
+async def _count_cuts(network: Network, storm: Storm, before: Counts, is_over: asyncio.Event) -> None:
+    while not is_over.is_set():
+        storm.nats_cuts = (await network.count()).nats_cuts - before.nats_cuts
+        await asyncio.sleep(_COUNTED_EVERY_S)
+
+
 async def storm(
     stack: LoadedStack,
     network: Network,
@@ -207,7 +214,7 @@ async def storm(
     *,
     nats_cut_every_s: float = NATS_CUT_EVERY_S,
 ) -> Storm:
-    """Send so many requests while everything is cut, and more until replicas have rolled once.
+    """Send so many requests while everything is cut, and more until replicas have rolled once and NATS was cut once.
 
     ``record`` is a file that does not exist yet. ``network`` has the stack's front.
     """
@@ -220,9 +227,12 @@ async def storm(
         before = await network.cut(seed, nats_cut_every_s)
         async with asyncio.TaskGroup() as tasks:
             rolling = tasks.create_task(_roll(stack, outcome, name))
+            is_over = asyncio.Event()
+            tasks.create_task(_count_cuts(network, outcome, before, is_over))
             await _Clients(stack, outcome, requests, seed, record).run()
             outcome.taken_s = time.monotonic() - began
             rolling.cancel()
+            is_over.set()
         after = await network.spare()
         outcome.links, outcome.link_cuts, outcome.nats_cuts = (
             after.links - before.links,
