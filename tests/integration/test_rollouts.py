@@ -170,6 +170,7 @@ async def test_a_version_that_always_fails_harms_next_to_nobody(stack: LoadedSta
     assert goal.error.startswith("errors: ")
     assert load.failures.keys() == {"500"}
     assert load.failures["500"] <= sent / 100
+    assert load.failed_at[-1] - load.failed_at[0] < 2.0
     assert (await rollout(stack)).passed == []
 
 

@@ -107,7 +107,7 @@ def test_messages_of_three_threads_and_the_loop_arrive_whole_and_each_threads_in
 
 
 async def write_from_everywhere(seed: int) -> None:
-    counts = dict.fromkeys("abcl", 150)
+    counts = {"a": 400, "b": 400, "c": 400, "l": 400}
     chances = {writer: random.Random(f"{seed}{writer}") for writer in counts}
     messages = {
         writer: [
