@@ -39,11 +39,12 @@ def apply(visitor: Visitor, *, ends: str = "Done") -> None:
 
 def find_mark(visitor: Visitor, title: str) -> None:
     """Move the pointer over the first chart until its legend says what is marked there."""
+    expect(visitor.page.locator("[data-marks]")).to_contain_text(title)
     chart = visitor.page.locator(".chart").first
     box = chart.locator(".u-over").bounding_box()
     assert box is not None
-    for at in range(0, int(box["width"]), 4):
-        visitor.page.mouse.move(box["x"] + at, box["y"] + box["height"] / 2)
+    for left in range(int(box["width"]), -1, -2):
+        visitor.page.mouse.move(box["x"] + left, box["y"] + box["height"] / 2)
         if title in chart.locator(".u-legend").inner_text():
             return
     raise AssertionError(f"{title!r} is marked nowhere")

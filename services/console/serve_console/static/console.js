@@ -135,12 +135,15 @@
     ctx.restore();
   }
 
-  const MARKS_NAMED_MAX = 3;
+  const MARKS_NAMED_MAX = 4;
 
-  function nameMarks(chart) { // what is marked within some pixels of the pointer, the oldest first
+  function nameMarks(chart) { // what is marked within some pixels of the pointer, the nearest first
     const { min, max } = chart.scales.x;
-    const near = readMarks().filter(({ at }) => at >= min && at <= max && Math.abs(chart.valToPos(at, "x") - chart.cursor.left) < 6);
-    return near.reverse().slice(0, MARKS_NAMED_MAX).map(({ title }) => ` · ${title}`).join("");
+    const near = readMarks().filter(({ at }) => at >= min && at <= max)
+      .map(({ at, title }) => ({ title, away: Math.abs(chart.valToPos(at, "x") - chart.cursor.left) }))
+      .filter(({ away }) => away < 6).sort((one, other) => one.away - other.away);
+    const more = near.length - MARKS_NAMED_MAX;
+    return near.slice(0, MARKS_NAMED_MAX).map(({ title }) => ` · ${title}`).join("") + (more > 0 ? ` · ${more} more` : "");
   }
 
   function drawChart(element) {
@@ -160,8 +163,10 @@
     });
     const range = (chart, low, high) => { // at least a minute, which one point alone has not
       const known = chart.data?.[0] ?? [];
-      const end = known.length === 1 ? known[0] : high ?? 60;
-      return [Math.min(known.length === 1 ? end : low ?? 0, end - 60), end];
+      let end = known.length === 1 ? known[0] : high ?? 60;
+      // What happened after the last point is seen too, unless the pointer has chosen a part.
+      if (known.length && end === known.at(-1)) end = Math.max(end, ...readMarks().map(({ at }) => at));
+      return [Math.min(known.length === 1 ? known[0] : low ?? 0, end - 60), end];
     };
     const at = (seconds, from, to) => new Date(seconds * 1000).toISOString().slice(from, to);
     const time = { label: "Time", value: (chart, value) => {
