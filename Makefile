@@ -29,7 +29,7 @@ run: $(STAMP) ## Start the embedded stack, deploy the example, print the curl li
 QUICK := tests/unit tests/properties tests/simulation
 AT_ONCE := 2
 
-test: browser test-quick ## Run every test that this machine allows (about 10 minutes)
+test: browser test-quick ## Run every test that this machine allows (about 40 minutes on two cores)
 	$(PY) -m pytest -m alone $(addprefix --ignore=,$(QUICK))
 	$(PY) -m pytest -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder -m "not alone" $(addprefix --ignore=,$(QUICK))
 
@@ -39,7 +39,7 @@ browser: ## Install chromium, which tests of the console need, where there is no
 screenshots: $(STAMP) browser ## Take the pictures of the console's pages in docs/images/console anew (about 3 minutes)
 	$(PY) -m docs.screenshots
 
-test-quick: $(STAMP) ## Run unit, property and simulation tests only (about a minute)
+test-quick: $(STAMP) ## Run unit, property and simulation tests only (about 5 minutes on two cores)
 	$(PY) -m pytest -n auto $(QUICK)
 
 check: $(STAMP) ## Lint, types and import contracts

@@ -13,6 +13,7 @@ from serve_common.api.commands import CreateBackend, CreateEndpoint, DeleteBacke
 from serve_common.api.queries import GetAllEndpoints
 from serve_common.config.backend import RayActorOptions, ReplicaConfig
 from tests.browser.conftest import Visit
+from tests.support.browser.changes import apply, show_plan
 from tests.support.browser.console_process import ConsoleProcess
 from tests.support.browser.load import under_load
 from tests.support.browser.models import delete, deploy, wait_for_goal
@@ -21,20 +22,6 @@ from tests.support.paths import APPS
 from tests.support.stacks.embedded_stack import EmbeddedStack
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def show_plan(visitor: Visitor) -> None:
-    """From the form to the dry run."""
-    visitor.press(visitor.page.get_by_role("button", name="Show what it would do"))
-    expect(visitor.page.get_by_text("A dry run: nothing is changed yet.")).to_be_visible()
-
-
-def apply(visitor: Visitor, *, ends: str = "Done") -> None:
-    """From the dry run to the end of the change."""
-    visitor.press(visitor.page.get_by_role("button", name="Apply"))
-    visitor.page.wait_for_url("**/goals/**")
-    state = visitor.page.get_by_role("region", name="State of the change")
-    expect(state).to_contain_text(ends, timeout=2 * SOON_MS)
 
 
 def find_mark(visitor: Visitor, title: str) -> None:
@@ -131,31 +118,6 @@ def test_nothing_is_deleted_before_its_name_is_typed(visit: Visit, way: str, sta
     )
     visitor.open("/")
     expect(visitor.row("doomed")).to_have_count(0)
-
-
-def test_a_host_is_drained_and_taken_back(visit: Visit, way: str, stack: EmbeddedStack) -> None:
-    """The only one: its replica serves until there is another host for it, and the page says what is waited for."""
-    deploy(stack, "moves")
-    [host] = stack.status()["hosts"]
-    visitor = visit("operate", way=way)
-    visitor.open(f"/do/drain_host?host_id={host['host_id']}")
-    try:
-        show_plan(visitor)
-        visitor.press(visitor.page.get_by_role("button", name="Apply"))
-        visitor.page.wait_for_url("**/goals/**")
-        assert stack.status()["hosts"][0]["draining"]
-        visitor.open("/")
-        expect(visitor.row("moves")).to_contain_text("1 running, 1 waiting", timeout=SOON_MS)
-        assert httpx.get(f"{stack.record()['http_url']}/moves").text == "steady"
-    finally:
-        visitor.open(f"/do/undrain_host?host_id={host['host_id']}")
-        show_plan(visitor)
-        with visitor.page.expect_navigation():
-            visitor.press(visitor.page.get_by_role("button", name="Apply"))
-    visitor.open("/")
-    expect(visitor.row("moves")).to_contain_text("1 running1 of 1", timeout=SOON_MS)
-    assert not stack.status()["hosts"][0]["draining"]
-    delete(stack, "moves")
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ async def until_step(stack: LoadedStack, step: int) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.alone  # it measures how soon
 async def test_a_version_that_always_fails_harms_next_to_nobody(stack: LoadedStack) -> None:
     await deployed(stack)
     async with Load.running(stack) as load:
