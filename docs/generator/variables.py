@@ -322,6 +322,7 @@ SECTIONS: Final = (
         (
             Variable("MUSTER_CONSOLE_HOST", (ConsoleSettings, "http_host")),
             Variable("MUSTER_CONSOLE_PORT", (ConsoleSettings, "http_port")),
+            Variable("MUSTER_CONSOLE_ALLOWED_HOSTS", (ConsoleSettings, "allowed_hosts"), "none"),
             Variable("MUSTER_CONSOLE_USERS_FILE", (ConsoleSettings, "people_file"), ""),
             Variable("MUSTER_CONSOLE_HTTPS", (ConsoleSettings, "is_https")),
             Variable("MUSTER_CONSOLE_SESSION_IDLE_S", (ConsoleSettings, "session_idle_s")),
@@ -431,7 +432,8 @@ _COMPOSE: Final[Mapping[str, str]] = {
     "MUSTER_HTTP_PORT": "Published port, or address:port, of the ingress.",
     "MUSTER_TLS": "Directory with `tls.crt` and `tls.key`, for `deploy/ingress/tls.yaml`.",
     "MUSTER_CONSOLE_PORT": "Published port, or address:port, of the console.",
-    "MUSTER_CONSOLE_HTTPS": "As for the console, and likewise the next ones.",
+    "MUSTER_CONSOLE_ALLOWED_HOSTS": "As for the console, and likewise the next ones.",
+    "MUSTER_CONSOLE_HTTPS": "Whether browsers reach the console by HTTPS.",
     "MUSTER_CONSOLE_HTTP_URL": "Base URL that the console's pages show for calls.",
     "MUSTER_CONSOLE_GRAFANA_URL": "Base URL of Grafana as browsers reach it.",
     "MUSTER_CONSOLE_TRACES_URL": "URL of a trace as browsers reach it.",

@@ -174,7 +174,8 @@ class ConsoleWorld:
             tasks=TaskOwner("test"),
             find_session=self.sign_in.find,
         )
-        self.app = build_app(self.shared, SignInPages(self.settings, renderer, self.sign_in, self.sessions))
+        pages = SignInPages(self.settings, renderer, self.sign_in, self.sessions)
+        self.app = build_app(self.shared, pages, self.settings.allowed_hosts)
 
     def open_stack(self, address: StackAddress, name: str) -> FakeStack:
         stack = FakeStack(self.controller, address, name)
@@ -190,7 +191,7 @@ class ConsoleWorld:
     def browser(self, address: str = "192.0.2.9", **headers: str) -> httpx.AsyncClient:
         """A browser without cookies, at that address."""
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False, client=(address, 50_000))
-        return httpx.AsyncClient(transport=transport, base_url="http://console.test", headers=headers)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
 
 async def submit(

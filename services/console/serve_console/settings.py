@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _TRUSTED_HEADER: Final = "MUSTER_CONSOLE_TRUSTED_HEADER"
 _TRUSTED_FROM: Final = "MUSTER_CONSOLE_TRUSTED_FROM"
 _ROLE_HEADER: Final = "MUSTER_CONSOLE_ROLE_HEADER"
+_ALLOWED_HOSTS: Final = "MUSTER_CONSOLE_ALLOWED_HOSTS"
+_HOST_NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
 class TrustedSignIn(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +51,9 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Address that pages are served on; the loopback unless told otherwise."""
     http_port: int
     """TCP port that pages are served on; 0 lets the system choose."""
+    allowed_hosts: frozenset[str]
+    """Names under which browsers reach the console, separated by commas; addresses and localhost need not be among
+    them. Under any other name it serves nothing, as that may be a page of another site that leads here."""
     people_file: Path | None
     """File of the people who may sign in by password; read again when it changes. None: nobody."""
     trusted: TrustedSignIn | None
@@ -89,6 +95,7 @@ def read_settings(environment: Environment) -> ConsoleSettings:
         operations=read_operations_settings(environment, 9104),
         http_host=environment.text("MUSTER_CONSOLE_HOST", "127.0.0.1"),
         http_port=environment.integer("MUSTER_CONSOLE_PORT", 8080, 0, 65_535),
+        allowed_hosts=_read_hosts(environment),
         people_file=None if people is None else Path(people),
         trusted=trusted,
         is_https=environment.integer("MUSTER_CONSOLE_HTTPS", 0, 0, 1) == 1,
@@ -99,6 +106,15 @@ def read_settings(environment: Environment) -> ConsoleSettings:
         traces_url=_url(environment, "MUSTER_CONSOLE_TRACES_URL"),
         apps_dir=environment.optional("MUSTER_CONSOLE_APPS_DIR") or "",
     )
+
+
+def _read_hosts(environment: Environment) -> frozenset[str]:
+    text = environment.optional(_ALLOWED_HOSTS) or ""
+    names = [part.strip().lower() for part in text.split(",") if part.strip()]
+    for name in names:
+        if not _HOST_NAME.fullmatch(name):
+            raise BadField(_ALLOWED_HOSTS, f"{name[:80]!r} is not the name of a host without scheme and port")
+    return frozenset(names)
 
 
 def _url(environment: Environment, name: str) -> str:

@@ -74,7 +74,8 @@ class Console:
             tasks=self._tasks,
             find_session=sign_in.find,
         )
-        app = build_app(shared, SignInPages(settings, renderer, sign_in, self._sessions))
+        pages = SignInPages(settings, renderer, sign_in, self._sessions)
+        app = build_app(shared, pages, settings.allowed_hosts)
         config = uvicorn.Config(
             app,
             loop="none",

@@ -123,8 +123,9 @@ class Browser:
         )
         shared = Shared(settings, hub, sessions, renderer, clock, TaskOwner("console"), find_session)
         self.shared = shared
-        app = build_app(shared, SignInPages(settings, renderer, sign_in, sessions))
-        self._client = TestClient(app, follow_redirects=False)
+        pages = SignInPages(settings, renderer, sign_in, sessions)
+        app = build_app(shared, pages, settings.allowed_hosts)
+        self._client = TestClient(app, base_url="http://localhost", follow_redirects=False)
 
     def get(self, path: str) -> httpx.Response:
         return self._client.get(path)

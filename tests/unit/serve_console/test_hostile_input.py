@@ -78,6 +78,48 @@ async def test_a_form_with_an_origin_that_is_none_is_refused(origin: str) -> Non
     assert reply.status_code == 403
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example:8080",
+        "localhost.evil.example",
+        "[::1",
+        "a@evil.example",
+        "",
+        "127.1.x",
+    ],
+)
+async def test_a_name_of_another_site_that_leads_here_gets_nothing(host: str) -> None:
+    world = ConsoleWorld(ALLOWED_HOSTS="console.example")
+    browser, _ = await signed_in(world)
+    async with browser:
+        for path in ("/", "/sign-in", "/live/now", "/nowhere"):
+            reply = await browser.get(path, headers={"Host": host})
+            assert (reply.status_code, reply.headers["Cache-Control"]) == (421, "no-store")
+            assert "MUSTER_CONSOLE_ALLOWED_HOSTS" in reply.text
+            assert "<" not in reply.text
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost:8080",
+        "console.localhost",
+        "192.0.2.1",
+        "192.0.2.1:8080",
+        "[::1]:8080",
+        "Console.Example",
+        "b:443",
+    ],
+)
+async def test_it_is_reached_by_addresses_and_by_names_that_it_was_given(host: str) -> None:
+    world = ConsoleWorld(ALLOWED_HOSTS="console.example, B")
+    browser, _ = await signed_in(world)
+    async with browser:
+        assert (await browser.get("/", headers={"Host": host})).status_code == 200
+
+
 def _schema(type_: Any, operations: int) -> bytes:
     body = {"content": {"application/json": {"schema": {"$ref": "#/x/B"}}}}
     fields = {f"f{number}": {"$ref": "#/x/T"} for number in range(60)}

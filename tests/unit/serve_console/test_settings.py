@@ -22,6 +22,7 @@ def test_the_defaults_are_for_one_machine() -> None:
     assert (settings.http_host, settings.http_port, settings.operations.port) == ("127.0.0.1", 8080, 9104)
     assert settings.trusted is None
     assert not settings.is_https
+    assert settings.allowed_hosts == frozenset()
     assert settings.stack.urls == ("nats://127.0.0.1:4222",)
 
 
@@ -39,6 +40,12 @@ def test_a_trusted_proxy_needs_no_people_and_its_role_is_view() -> None:
         ({}, "MUSTER_CONSOLE_USERS_FILE"),
         ({**PEOPLE, "MUSTER_CONSOLE_PORT": "99999"}, "MUSTER_CONSOLE_PORT"),
         ({**PEOPLE, "MUSTER_CONSOLE_HTTPS": "yes"}, "MUSTER_CONSOLE_HTTPS"),
+        (
+            {**PEOPLE, "MUSTER_CONSOLE_ALLOWED_HOSTS": "a.example,http://b.example"},
+            "MUSTER_CONSOLE_ALLOWED_HOSTS",
+        ),
+        ({**PEOPLE, "MUSTER_CONSOLE_ALLOWED_HOSTS": "a.example:443"}, "MUSTER_CONSOLE_ALLOWED_HOSTS"),
+        ({**PEOPLE, "MUSTER_CONSOLE_ALLOWED_HOSTS": "*"}, "MUSTER_CONSOLE_ALLOWED_HOSTS"),
         ({**PEOPLE, "MUSTER_CONSOLE_SESSION_IDLE_S": "1"}, "MUSTER_CONSOLE_SESSION_IDLE_S"),
         ({**PEOPLE, "MUSTER_CONSOLE_SESSION_S": "nan"}, "MUSTER_CONSOLE_SESSION_S"),
         ({**PEOPLE, "MUSTER_CONSOLE_GRAFANA_URL": "javascript:alert(1)"}, "MUSTER_CONSOLE_GRAFANA_URL"),

@@ -48,8 +48,8 @@ class _StaticFiles(StaticFiles):
         return response
 
 
-def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
-    """The ASGI application of a console."""
+def build_app(shared: Shared, sign_in: SignInPages, allowed_hosts: frozenset[str]) -> ASGIApp:
+    """The ASGI application of a console, for browsers that reach it by one of these names, or by its address."""
     streams = LiveStreams(shared)
     routes: list[BaseRoute] = [
         Mount(shared.renderer.static, _StaticFiles(directory=PACKAGE / "static")),
@@ -75,7 +75,7 @@ def build_app(shared: Shared, sign_in: SignInPages) -> ASGIApp:
         max_body_size=BODY_BYTES_MAX,
     )
     # Around everything: Starlette's own middlewares would be within what shows the page of a failure.
-    return SecurityHeaders(app)
+    return SecurityHeaders(app, allowed_hosts)
 
 
 class _Errors:

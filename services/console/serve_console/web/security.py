@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _POLICY: Final = (
@@ -36,10 +38,12 @@ SIGN_IN_BYTES_MAX: Final = 64 * 1024
 
 
 class SecurityHeaders:
-    """ASGI middleware: the headers above, ``no-store`` for pages, and refusal of requests from other sites."""
+    """ASGI middleware: the headers above, ``no-store`` for pages, and refusal of other hosts' names."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, allowed_hosts: frozenset[str]) -> None:
+        """``allowed_hosts`` are names in lower case; see `is_allowed_host`."""
         self._app = app
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -55,7 +59,31 @@ class SecurityHeaders:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        host = Headers(scope=scope).get("host", "")
+        if is_allowed_host(host, self._allowed_hosts):
+            await self._app(scope, receive, send_with_headers)
+            return
+        text = f"This console is not reached as {host[:200]!r}: MUSTER_CONSOLE_ALLOWED_HOSTS does not have that name.\n"
+        await PlainTextResponse(text, status_code=421)(scope, receive, send_with_headers)
+
+
+def is_allowed_host(host: str, allowed: frozenset[str]) -> bool:
+    """Whether pages are served under the name in a Host header: an address, ``localhost``, or one of ``allowed``.
+
+    Why: another site's name may lead to the console's address for a moment (DNS rebinding), and browsers then take the
+    site's scripts for the console's own. An address cannot be made to lead elsewhere.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name in allowed or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def check_origin(request: Request) -> None:
