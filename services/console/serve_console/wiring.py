@@ -34,6 +34,8 @@ _log = structlog.get_logger(__name__)
 _PEOPLE_S: Final = 2.0
 """Seconds between two looks at the file of people."""
 _CLOSE_S: Final = 2.0
+STALLED_S: Final = 60.0
+"""Seconds after which the system ends the connection of a browser that takes nothing of what is sent to it."""
 
 
 class _Server(uvicorn.Server):
@@ -115,7 +117,10 @@ class Console:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Its connections inherit that. Otherwise one would hold a stream, and what is rendered for it, for good.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALLED_S * 1000))
         self._socket.bind((host, self._settings.http_port))
+        self._socket.listen()  # who reads in the log that it serves may connect at once
         self._tasks.start(self._lag.run(), "loop lag")
         self._tasks.start(self._server.serve(sockets=[self._socket]), "pages")
         self._tasks.start(self._hub.run(), "hub")
@@ -130,6 +135,8 @@ class Console:
         self._server.should_exit = True
         await asyncio.sleep(0)
         await self._tasks.close(timeout_s=_CLOSE_S)
+        if self._socket is not None:
+            self._socket.close()
         await self._sessions.close()
         await self.operations.close()
 

@@ -13,7 +13,10 @@ from serve_common.errors import LimitReached
 from serve_common.identities.people import PasswordWrong, encode_people
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
+from serve_common.runtime.settings import Environment
+from serve_console import wiring as wiring_module
 from serve_console.adapters.people_file import PeopleFile
+from serve_console.settings import read_settings
 from serve_console.web import goals as goals_module
 from serve_console.web import live as live_module
 from serve_console.web import sign_in as sign_in_module
@@ -150,3 +153,34 @@ async def test_one_person_cannot_take_all_streams_of_goals(monkeypatch: pytest.M
     await anext(stream)
     assert (await pages._live(request, session)).status_code == 503
     await stream.aclose()
+
+
+async def test_a_browser_that_takes_nothing_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(wiring_module, "STALLED_S", 0.5)
+    (tmp_path / "people.json").write_text(encode_people([seal("ada")]))
+    variables = {
+        "MUSTER_CONSOLE_USERS_FILE": str(tmp_path / "people.json"),
+        "MUSTER_CONSOLE_PORT": "0",
+        "MUSTER_OPS_PORT": "0",
+    }
+    failures = list[None]()
+    console = wiring_module.Console(
+        read_settings(Environment(variables)), on_failure=lambda: failures.append(None)
+    )
+    await console.start()
+    _, stalled = await asyncio.open_connection("127.0.0.1", console.port, limit=1)
+    try:
+        request = b"GET /sign-in HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        stalled.write(request * 3_000)  # more than the buffers of both ends take
+        await eventually(lambda: bool(console._server.server_state.connections))
+        await eventually(lambda: not console._server.server_state.connections, within_s=20.0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", console.port)
+        writer.write(request)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.close()
+    finally:
+        stalled.transport.abort()
+        await console.close()
+    assert failures == []
