@@ -49,7 +49,7 @@ class Pair:
         self.back: deque[CreditHead] = deque()
         self.received: list[StreamFrame] = []
         self.unprocessed = 1 - first
-        self.is_closed = False
+        self.is_closed, self.end = False, 0
         if not first:
             opening = self.out.opening()
             self.received.append((BodyHead(0, self.out.is_ended), opening))
@@ -73,6 +73,7 @@ class Pair:
         if isinstance(head, CloseHead):
             if head.sequence == self.into.next_sequence and not self.is_closed:
                 self.is_closed = True
+                self.end = head.sequence + 1
                 self.received.append(frame)
             return
         order = self.into.take(head.sequence)
@@ -117,7 +118,7 @@ class Pair:
                 self.take(self.there.popleft())
             self.into.process(self.unprocessed)
             self.unprocessed = 0
-        acknowledgement = self.into.acknowledge()
+        acknowledgement = self.into.acknowledge(self.end)
         self.out.allow(acknowledgement.frames, acknowledgement.limit)
 
     @property
@@ -210,6 +211,7 @@ def test_messages_arrive_once_and_whole_and_the_close_comes_last(seed: int, wind
             whole.append((partial, head.is_text))
             partial = b""
     assert whole == written
+    assert pair.out.is_acknowledged
     assert held.retained_bytes == 0
 
 

@@ -473,6 +473,7 @@ class ResponseReader:
             self._find_gap(call, socket.incoming)
         else:
             socket.closed(head.code, head.reason)
+            self._outgoing.grant_credit(call, socket.incoming.acknowledge(head.sequence + 1))
             self._registry.responded(call)
 
     def _take_refusal(self, call: Call, reason: str) -> None:

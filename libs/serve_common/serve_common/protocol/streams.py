@@ -112,9 +112,12 @@ class IncomingStream:
         frames, self._granted = self._processed - self._granted, self._processed
         return CreditHead(frames, self.limit, self.limit)
 
-    def acknowledge(self) -> CreditHead:
-        """Everything was received, and nothing more will come: the sender need not hold anything."""
-        self._processed = self.next_sequence
+    def acknowledge(self, end: int = 0) -> CreditHead:
+        """Everything was received, and nothing more will come: the sender need not hold anything.
+
+        ``end`` is the number of frames in all where the last one is a close, which is not taken like the others.
+        """
+        self._processed = max(self.next_sequence, end)
         return self.credit()
 
 

@@ -37,7 +37,13 @@ from serve_common.protocol.frames import (
     RequestKind,
     ResponseHead,
 )
-from serve_common.protocol.streams import CREDIT_PARTS, FRAMES_OVER_MAX
+from serve_common.protocol.streams import (
+    CREDIT_PARTS,
+    FRAMES_OVER_MAX,
+    MessageQueue,
+    OutgoingStream,
+    RetainedBytes,
+)
 from serve_common.routing.router import Router
 from tests.support.proxy_world import BACKEND, R0, R1, World, emptied, failure
 
@@ -479,6 +485,23 @@ async def test_a_sender_waits_for_credit_and_ends_with_the_socket(world: StreamW
     assert not await sending
     assert await socket.receive() == SocketMessage(False, b"before")
     assert await socket.receive() == SocketClosed(1012, "restart")
+    world.take(CreditHead)
+    assert not world.bus.sent
+
+
+async def test_a_replica_that_has_closed_learns_that_its_router_has_everything(world: StreamWorld) -> None:
+    sender = OutgoingStream(MessageQueue(RetainedBytes()), WINDOW_MESSAGES, first=1)
+    socket, reply = await world.socket()
+    sender.source.add(b"a", is_text=True)
+    sender.source.close_socket(1000, "bye")
+    while (frame := sender.next_frame()) is not None:
+        world.answer(reply, *frame)
+    credit = world.take(CreditHead)[2]
+    assert not sender.is_acknowledged
+    sender.allow(credit.frames, credit.limit)
+    assert sender.is_acknowledged, "else it would wait for a probe before it may end"
+    assert await socket.receive() == SocketMessage(True, b"a")
+    assert await socket.receive() == SocketClosed(1000, "bye")
     assert not world.bus.sent
 
 
