@@ -1,8 +1,8 @@
 """``python -m bench.slow_readers``: 1,000 clients ask for long streams and read almost nothing of them.
 
-What a stream may hold: its window of 8 frames of 256 KiB in the proxy, for what was sent and not yet taken; in the
-replica 1 MiB that its code has written ahead, and of all streams together 32 MiB for sending again and 16 MiB that wait
-on the link. The heap keeps 16 MiB more than is used.
+What a stream may hold: its window in the proxy, 4 frames of 512 KiB, for what was sent and not yet taken; in the replica
+1 MiB that its code has written ahead, and of all streams together 32 MiB for sending again and 16 MiB that wait on the
+link. The heap keeps 16 MiB more than is used.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ READERS = 1_000
 STREAM_BYTES = 8 * MIB
 OWN_BYTES = 512 * 1024
 """Of a connection beside its stream: buffers of transports, tasks, heads, and what the allocator keeps."""
-PROXY_BYTES_MAX = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX + OWN_BYTES
-"""Of the proxy, for each reader."""
+PROXY_BYTES_MAX = WINDOW_FRAMES // 2 * FRAME_BODY_BYTES_MAX + OWN_BYTES
+"""Of the proxy, for each reader: large frames take two places of a window."""
 REPLICA_BYTES_MAX = MIB + FRAME_BODY_BYTES_MAX + OWN_BYTES
 """Of the replica, for each reader."""
 SHARED_BYTES_MAX = streams.RETAINED_BYTES_MAX + WAY_BYTES_MAX + heap.RETAINED_BYTES_MAX
