@@ -1,8 +1,8 @@
 """``python -m bench.slow_readers``: 1,000 clients ask for long streams and read almost nothing of them.
 
-What a stream may hold: its window in the proxy, 4 frames of 512 KiB, for what was sent and not yet taken; in the replica
-1 MiB that its code has written ahead, and of all streams together 32 MiB for sending again and 16 MiB that wait on the
-link. The heap keeps 16 MiB more than is used.
+What a stream may hold: its window in the proxy, 4 frames of 512 KiB, for what was sent and not yet taken; in the
+replica 1 MiB that its code has written ahead, and of all streams together 32 MiB for sending again and 16 MiB that wait
+on the link. The heap keeps 16 MiB more than is used.
 """
 
 from __future__ import annotations
