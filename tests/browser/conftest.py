@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,10 +56,10 @@ def browser(executable: str) -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="package")
-def stack(executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStack]:
-    """A stack that all tests share: each deploys under names of its own, and leaves what others deployed."""
-    stack = EmbeddedStack(tmp_path_factory.mktemp("b") / "state")
+@contextlib.contextmanager
+def running_stack(directory: Path) -> Iterator[EmbeddedStack]:
+    """A stack with its state below ``directory``, and the people who may sign in to its console."""
+    stack = EmbeddedStack(directory / "state")
     stack.start()
     try:
         add_people(Secrets(Path(stack.record()["secrets"])))
@@ -68,16 +69,28 @@ def stack(executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         stack.output.close()
 
 
-@pytest.fixture(scope="package")
-def console(stack: EmbeddedStack) -> Iterator[ConsoleProcess]:
-    """A console beside the stack."""
+def console_beside(stack: EmbeddedStack) -> ConsoleProcess:
+    """A console of that stack, which the caller starts."""
     record = stack.record()
-    with ConsoleProcess(
+    return ConsoleProcess(
         record["nats_url"],
         Secrets(Path(record["secrets"])),
         stack.state_dir.parent / "console.log",
         HTTP_URL=record["http_url"],
-    ) as console:
+    )
+
+
+@pytest.fixture(scope="package")
+def stack(executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStack]:
+    """A stack that all tests share: each deploys under names of its own, and leaves what others deployed."""
+    with running_stack(tmp_path_factory.mktemp("b")) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="package")
+def console(stack: EmbeddedStack) -> Iterator[ConsoleProcess]:
+    """A console beside the stack."""
+    with console_beside(stack) as console:
         yield console
 
 
