@@ -7,12 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import expect
 
 from tests.browser.conftest import Visit
-from tests.support.browser.console_process import ConsoleProcess
+from tests.support.browser.console_process import ConsoleProcess, get_person
 from tests.support.browser.models import delete, deploy
 from tests.support.browser.visitor import LOST_STREAM, SOON_MS
 from tests.support.stacks.embedded_stack import EmbeddedStack
@@ -88,17 +89,28 @@ def test_without_nats_for_ten_seconds_a_page_says_so_and_comes_back(
     expect(banner).to_have_count(0)
 
 
-def test_without_the_console_a_page_says_so(visit: Visit, cut_off: LargeStack) -> None:
+def test_without_the_console_a_page_says_so_and_afterwards_that_its_session_is_over(
+    visit: Visit, cut_off: LargeStack
+) -> None:
     log_path = cut_off.server.directory / "short-console.log"
     with ConsoleProcess(cut_off.server.url, cut_off.secrets, log_path) as console:
         visitor = visit("view", console=console)
         visitor.expected.append(LOST_STREAM)
         visitor.open("/")
         visitor.page.wait_for_timeout(1_000)
-    expect(visitor.page.get_by_text("Connection to the console lost; trying again.")).to_be_visible(
-        timeout=SOON_MS
-    )
+    lost = visitor.page.get_by_text("Connection to the console lost; trying again.")
+    expect(lost).to_be_visible(timeout=SOON_MS)
     expect(visitor.row("seen")).to_be_visible()
+    # Sessions live in memory: the console that comes back knows none.
+    port = str(urlsplit(console.url).port)
+    with ConsoleProcess(cut_off.server.url, cut_off.secrets, log_path, PORT=port):
+        expect(visitor.page.get_by_text("You are signed out.")).to_be_visible()
+        expect(lost).to_be_hidden()
+        visitor.page.wait_for_timeout(2_000)  # no further try
+        expect(lost).to_be_hidden()
+        visitor.page.get_by_role("link", name="Sign in again").click()
+        visitor.sign_in(get_person("view"))
+        expect(visitor.row("seen")).to_be_visible()
 
 
 def test_nobody_signs_in_while_nats_is_away_and_is_told_why(

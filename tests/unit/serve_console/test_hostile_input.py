@@ -19,7 +19,7 @@ from serve_console.core.form_values import FieldsWrong, FormValues
 from serve_console.core.openapi_forms import parse_api_schema
 from serve_console.core.plain_text import strip_escapes
 from serve_console.core.uploaded_archives import repack
-from serve_console.web.live import encode_event
+from serve_console.web.shared import encode_event
 from tests.support.console_world import ConsoleWorld
 from tests.unit.serve_console.test_pages import signed_in
 

@@ -15,7 +15,8 @@ from serve_common.errors import BusAuthorizationFailed, NotFound, StoreUnavailab
 from serve_console.core.system import NOTHING_READ, System, Trouble
 from serve_console.shell.sessions import PersonSession
 from serve_console.web import live as live_module
-from serve_console.web.live import LiveStreams, encode_event, whole
+from serve_console.web.live import LiveStreams, whole
+from serve_console.web.shared import encode_event
 from serve_console.web.sign_in import COOKIE
 from tests.support.console_world import ConsoleWorld, status
 
@@ -169,10 +170,22 @@ async def test_a_stream_ends_with_its_session_and_says_so() -> None:
     await show(world)
     found = await tab.next()
     assert found.startswith(b"event: banner\n")
-    assert b"/sign-in" in found
+    assert b"Sign in again" in found
+    assert found.endswith(encode_event("signed-out", ""))
     with pytest.raises(StopAsyncIteration):
         await tab.next()
     assert world.hub.watchers == 0
+
+
+@pytest.mark.parametrize("path", ["/live/now", "/live/goals/g1", "/live/deployments/default/gone"])
+async def test_a_tab_that_opens_its_stream_after_its_session_was_over_is_told_so(path: str) -> None:
+    world = ConsoleWorld()
+    async with world.browser() as browser:
+        stream = await browser.get(path, headers={"accept": "text/event-stream"})
+        page = await browser.get(path)
+    assert (stream.status_code, stream.content) == (200, world.shared.end_of_session)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    assert page.status_code == 303
 
 
 async def test_a_silent_stream_shows_that_it_lives_and_ends_with_the_process(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_console.core.plain_text import strip_escapes
-from serve_console.web.live import encode_event
+from serve_console.web.shared import encode_event
 
 
 @pytest.mark.parametrize(

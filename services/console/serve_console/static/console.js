@@ -271,6 +271,7 @@
 
   document.addEventListener("htmx:sseError", ({ target }) => { if (!away.has(target)) away.set(target, Date.now()); });
   document.addEventListener("htmx:sseOpen", ({ target }) => { away.delete(target); showConnection(); });
+  document.addEventListener("htmx:sseClose", ({ target }) => { away.delete(target); showConnection(); });
 
   // The stream of a tab pauses while the tab is hidden: over HTTP/1.1 a browser has six connections for all its tabs.
   const HIDDEN_MS = 5000;

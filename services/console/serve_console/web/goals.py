@@ -28,8 +28,7 @@ from serve_console.core.goal_page import (
     find_subject,
 )
 from serve_console.shell.sessions import PersonSession
-from serve_console.web.live import encode_event
-from serve_console.web.shared import Shared, get_banner
+from serve_console.web.shared import EVENT_STREAM, Shared, encode_event, get_banner
 
 STREAMS_MAX: Final = 200
 """Most tabs that follow goals."""
@@ -121,14 +120,14 @@ class GoalPages:
     async def _live(self, request: Request, session: PersonSession) -> Response:
         goal_id = _find_goal_id(request)
         if request.method == "HEAD":
-            return Response(media_type="text/event-stream")  # its stream would never end
+            return Response(media_type=EVENT_STREAM)  # its stream would never end
         own = self._open[session.person.name]
         if own >= STREAMS_OF_PERSON_MAX or self._open.total() >= STREAMS_MAX:
             return Response("too many open pages", status_code=503)
         subject = await self._find_subject(request, session, goal_id)
         return StreamingResponse(
             self._stream(session, goal_id, subject),
-            media_type="text/event-stream",
+            media_type=EVENT_STREAM,
             headers={"X-Accel-Buffering": "no"},
         )
 
@@ -141,7 +140,7 @@ class GoalPages:
             silent_since = self._shared.clock.now()
             while not hub.is_closed:
                 if session.is_over:
-                    yield encode_event("banner", self._shared.renderer.part("macros.html", "signed_out"))
+                    yield self._shared.end_of_session
                     return
                 await self._read(session, goal_id, progress)
                 view = progress.view or GoalView(goal_id=goal_id, status=GoalStatus.PENDING)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from serve_console.core.system import System
 from serve_console.shell.sessions import PersonSession
-from serve_console.web.shared import Shared, get_banner
+from serve_console.web.shared import EVENT_STREAM, Shared, encode_event, get_banner
 
 STREAMS_MAX: Final = 500
 """Most open tabs."""
@@ -66,20 +65,12 @@ class TabFeed(Protocol):
         ...
 
 
-_LINE_END: Final = re.compile(r"\r\n|\r|\n")
-
 Build: TypeAlias = Callable[[System], Sequence[Fragment]]
 
 
 def whole(name: str, html: str) -> Fragment:
     """A fragment that is sent whenever its markup changes."""
     return Fragment(name, html, lambda: html)
-
-
-def encode_event(name: str, data: str) -> bytes:
-    """An event of the format text/event-stream, in which a carriage return ends a line, too."""
-    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
-    return f"event: {_LINE_END.sub(' ', name)}\n{lines}\n".encode()
 
 
 @final
@@ -114,13 +105,13 @@ class LiveStreams:
         ``feed`` is what this tab gets besides.
         """
         if request.method == "HEAD":
-            return Response(media_type="text/event-stream")  # its stream would never end
+            return Response(media_type=EVENT_STREAM)  # its stream would never end
         if self.is_full(session):
             return Response("too many open pages", status_code=503)
         keys = self._shown.get(topic, {}).get(_parse_seen(request), {})
         return StreamingResponse(
             self._stream(session, topic, build, dict(keys), feed),
-            media_type="text/event-stream",
+            media_type=EVENT_STREAM,
             headers={"X-Accel-Buffering": "no"},
         )
 
@@ -140,7 +131,7 @@ class LiveStreams:
                 yield b"retry: 1000\n\n"
                 while not hub.is_closed:
                     if session.is_over:
-                        yield encode_event("banner", self._signed_out())
+                        yield self._shared.end_of_session
                         return
                     lines = b"" if feed is None else feed.take()
                     if lines:
@@ -192,9 +183,6 @@ class LiveStreams:
         if banner is None:
             return whole("banner", "")
         return whole("banner", self._shared.renderer.part("macros.html", "banner", **banner))
-
-    def _signed_out(self) -> str:
-        return self._shared.renderer.part("macros.html", "signed_out")
 
 
 def _parse_seen(request: Request) -> int:

@@ -7,8 +7,7 @@ from typing import Final, final
 from urllib.parse import quote
 
 from serve_console.shell.log_feeds import LogFeeds, LogTab
-from serve_console.web.live import encode_event
-from serve_console.web.shared import Shared
+from serve_console.web.shared import Shared, encode_event
 
 _PARTS: Final = "deployment_parts.html"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -31,9 +32,17 @@ from serve_console.shell.sessions import PersonSession, Sessions
 from serve_console.web.security import check_csrf, sign_in_address
 
 PACKAGE: Final = Path(__file__).parents[1]
+EVENT_STREAM: Final = "text/event-stream"
+_LINE_END: Final = re.compile(r"\r\n|\r|\n")
 _THEMES: Final = frozenset({"light", "dark"})
 
 Handler: TypeAlias = Callable[[Request, PersonSession], Awaitable[Response]]
+
+
+def encode_event(name: str, data: str) -> bytes:
+    """An event of the format text/event-stream, in which a carriage return ends a line, too."""
+    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
+    return f"event: {_LINE_END.sub(' ', name)}\n{lines}\n".encode()
 
 
 def digest_of_static() -> str:
@@ -141,14 +150,26 @@ class Shared(msgspec.Struct, frozen=True):
     tasks: TaskOwner
     find_session: Callable[[Request], Awaitable[PersonSession | None]]
 
+    @property
+    def end_of_session(self) -> bytes:
+        """The last events of a tab whose session is over: it says so, and its stream does not try again."""
+        banner = self.renderer.part("macros.html", "signed_out")
+        return encode_event("banner", banner) + encode_event("signed-out", "")
+
     def get(self, path: str, handler: Handler) -> BaseRoute:
-        """A route for people who are signed in; others are sent to the sign-in page."""
+        """A route for people who are signed in; others are sent to the sign-in page.
+
+        A stream gets `end_of_session`: a page may have lost its stream before its session was over, as while a
+        computer sleeps or the console restarts.
+        """
 
         async def endpoint(request: Request) -> Response:
             session = await self.find_session(request)
             if session is None:
                 if "HX-Request" in request.headers:
                     return Response(status_code=401, headers={"HX-Redirect": "/sign-in"})
+                if request.headers.get("accept") == EVENT_STREAM:
+                    return Response(self.end_of_session, media_type=EVENT_STREAM)
                 target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
                 return RedirectResponse(sign_in_address(target), status_code=303)
             return await handler(request, session)
