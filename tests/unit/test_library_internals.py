@@ -39,13 +39,14 @@ USED: Final[dict[type, str]] = {
     Subscription: "_id _pending_queue _wait_for_msgs_task",
     Service: "_endpoints",
     Endpoint: "_subscription",
-    web.RequestHandler: "_buffer_paused _close _force_close _keepalive_handle _keepalive_timeout _loop "
+    web.RequestHandler: "_buffer_paused _close _drain_helper _force_close _keepalive_handle _keepalive_timeout _loop "
     "_max_msg_queue_size _message_tail _messages _next_keepalive_close_time _parser _pause_reading_for_buffer "
     "_pause_transport_reading _paused _payload_parser _process_keepalive _read_bufsize _reading_paused _request_count "
     "_request_in_progress _resume_transport_reading _upgraded _waiter",
     web.Server: "_loop",
     web.BaseRequest: "_headers _message _prepare_hook _version",
-    web.StreamResponse: "_payload_writer _prepare_headers _send_headers_immediately _write_headers",
+    web.StreamResponse: "_eof_sent _keep_alive _payload_writer _prepare_headers _send_headers_immediately "
+    "_write_headers",
     web.WebSocketResponse: "_close_transport _handle_ping_pong_exception _parser _post_start _reader _req",
     StreamWriter: "_headers_buf",
 }

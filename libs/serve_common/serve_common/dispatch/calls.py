@@ -59,6 +59,11 @@ class ResponseBody:
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
 
+    def take_first(self) -> bytes | memoryview:
+        """The piece that came with the head, possibly empty; before any `read`."""
+        self._is_taken = True
+        return self._pieces.popleft()
+
     async def read(self) -> bytes | memoryview | None:
         """The next piece, possibly empty; None at the end. The previous piece then counts as finished.
 

@@ -18,20 +18,20 @@ import structlog
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawRequestMessage
-from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
 from serve_common.dispatch.admission import CLIENT_GONE
 from serve_common.dispatch.calls import Call, Response
-from serve_common.errors import ServeError
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
 from serve_proxy.core.problems import HeadTooSlow, Problem
 from serve_proxy.http.fast_path import FastPathRequest, refuse_full, try_fast_path, try_known_head
 from serve_proxy.http.known_heads import KnownHead
 from serve_proxy.http.raw_bodies import CountingConnection
 from serve_proxy.http.requests import HttpRequests
-from serve_proxy.http.responses import SERVER_NAME, build_parse_problem, problem_response
+from serve_proxy.http.response_heads import SERVER_NAME, stream_head
+from serve_proxy.http.responses import build_parse_problem, problem_response
+from serve_proxy.http.streamed_responses import StreamedBody
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import AccessLog
 
@@ -76,12 +76,6 @@ class ConnectionOwner(Protocol):
     @property
     def header_timeout_s(self) -> float:
         """Seconds within which the head of a request must arrive."""
-        ...
-
-    async def respond(
-        self, request: web.BaseRequest, call: Call, upstream: Response, request_id: str
-    ) -> web.StreamResponse:
-        """Write a replica's response to the client. Raises `ResponseUnusable`."""
         ...
 
 
@@ -274,9 +268,25 @@ class HttpConnection(CountingConnection):
             self.transport.write(data)
             self.drop_rest()
 
-    def stream_fast_path(self, exchange: FastPathRequest, call: Call, upstream: Response) -> None:
-        """Write a streamed response in a task."""
-        self._stream_task = self._http.tasks.start(self._stream(exchange, call, upstream), name="stream")
+    def stream_fast_path(
+        self,
+        exchange: FastPathRequest,
+        call: Call,
+        upstream: Response,
+        start: bytes,
+        content_length: int | None,
+    ) -> None:
+        """Write the head and what there is of the body; a task writes the rest."""
+        http, transport = self._http, self.transport
+        if transport is None:
+            return  # the client is gone, and its call was cancelled
+        closes = http.ingress.is_draining
+        body = StreamedBody(
+            self, transport, call, upstream, content_length, is_chunked=content_length is None
+        )
+        body.start(stream_head(start, content_length, exchange.request_id, closes=closes))
+        sending = self._finish_stream(exchange, call, body, upstream.status, closes=closes)
+        self._stream_task = http.tasks.start(sending, name="stream")
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client disconnected: its request is cancelled."""
@@ -337,35 +347,24 @@ class HttpConnection(CountingConnection):
         if self._messages:
             self._wake()
 
-    async def _stream(self, exchange: FastPathRequest, call: Call, upstream: Response) -> None:
-        """Write a streamed response as the regular path does."""
-        closes, status = True, CLIENT_GONE
+    async def _finish_stream(
+        self, exchange: FastPathRequest, call: Call, body: StreamedBody, status: int, *, closes: bool
+    ) -> None:
+        http, is_whole = self._http, False
         try:
-            task = asyncio.current_task()
-            assert task is not None
-            writer = StreamWriter(self, self._loop)
-            # What a known head has of another request, its target and length, is not read here.
-            request = web.BaseRequest(exchange.message, EMPTY_PAYLOAD, self, writer, task, self._loop)
-            response = await self._http.respond(request, call, upstream, exchange.request_id)
-            status = response.status
-            if not response.prepared:  # it has no body, and its caller must write it
-                response.headers["Server"] = SERVER_NAME
-                await response.prepare(request)
-                await response.write_eof()
-            closes = not response.keep_alive
-        except ServeError as error:  # before it has started
-            if self._fast_path is exchange:
-                exchange.fail(error)
+            await body.finish(http.requests.options.body_rate_min)
+            is_whole = True
         except ConnectionError as error:
             # The client disconnected, or the response broke off and the connection was closed.
             _log.debug("stream_ended_early", request_id=exchange.request_id, reason=str(error))
         finally:
+            http.ingress.abandon(call)
             self._stream_task = None
             if self._fast_path is exchange:
                 self._fast_path = None
-                self._http.in_flight -= 1
-                exchange.count(status)
-                self._after_fast_path(closes=closes)
+                http.in_flight -= 1
+                exchange.count(status if is_whole else CLIENT_GONE)
+                self._after_fast_path(closes=closes or not is_whole)
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -401,7 +401,15 @@ class EndpointHandler:
             state.exchange.started()
         rate_min = state.options.body_rate_min
         if upstream.socket is None:
-            return await respond(self._ingress, request, call, upstream, spec.request_id, rate_min=rate_min)
+            return await respond(
+                self._ingress,
+                request,
+                call,
+                upstream,
+                spec.request_id,
+                rate_min=rate_min,
+                has_middlewares=state.exchange is not None,
+            )
         state.ended = time.perf_counter()  # the lifetime of a socket is not a request's duration
         try:
             return await self.sockets.serve(request, spec, upstream, upstream.socket, rate_min)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import time
 from copy import copy
-from functools import lru_cache
-from http import HTTPStatus
 from typing import Final, Protocol, final
 
 import structlog
 from aiohttp import HttpVersion11, hdrs
-from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
@@ -25,29 +22,24 @@ from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import (
-    REQUEST_ID,
     RequestHeaders,
     is_host,
     is_only_chunked,
     read_request_headers,
-    read_response_head,
 )
 from serve_proxy.core.problems import BodiesFull, Problem, build_problem
 from serve_proxy.http.bodies import COPIED_BYTES_MAX, body_need
 from serve_proxy.http.endpoint import build_request_spec
 from serve_proxy.http.known_heads import KnownBody, KnownHead
 from serve_proxy.http.requests import OWN_PREFIX, HttpRequests
-from serve_proxy.http.responses import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
+from serve_proxy.http.response_heads import response_end, response_start, status_line
+from serve_proxy.http.responses import WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
 
-_CACHED_HEADERS_MAX: Final = 8
-"""Maximum headers of a response whose head is cached."""
 COUNTED_BYTES_MIN: Final = 16 * 1024
 """Bodies from this size on are counted against the memory limit; smaller ones are limited by the number of requests."""
-_BODILESS: Final = frozenset({204, 304})
-_TAIL: Final = f"\r\nserver: {SERVER_NAME}\r\n{REQUEST_ID.lower()}: ".encode()
 
 
 class Connection(Protocol):
@@ -66,8 +58,16 @@ class Connection(Protocol):
         """Write the complete response to a request whose body is still arriving, and read no further request."""
         ...
 
-    def stream_fast_path(self, exchange: FastPathRequest, call: Call, upstream: Response) -> None:
-        """Write a streamed response; the exchange is notified when it has ended."""
+    def stream_fast_path(
+        self,
+        exchange: FastPathRequest,
+        call: Call,
+        upstream: Response,
+        start: bytes,
+        content_length: int | None,
+    ) -> None:
+        """Write a streamed or large response; ``start`` is that of `response_start`. The exchange is notified when it
+        has ended."""
         ...
 
 
@@ -196,25 +196,25 @@ class FastPathRequest:
             self.headers.observer.ended(status, None, len(sent))
 
     def _on_response(self, call: Call, upstream: Response) -> None:
-        if upstream.stream is not None or len(upstream.body) > WATCHED_BYTES_MIN:
-            self._connection.stream_fast_path(self, call, upstream)
-            return
         status = upstream.status
-        headers = tuple(upstream.headers)
         try:
-            if len(headers) <= _CACHED_HEADERS_MAX:
-                head, is_bodiless = _response_head(status, headers)
-            else:
-                head, is_bodiless = _response_head.__wrapped__(status, headers)
+            start, is_bodiless, content_length = response_start(status, upstream.headers)
         except ValueError as error:
+            self._ingress.abandon(call)
             reason = ResponseUnusable(f"the replica's answer cannot be sent: {error}")
             self.fail(reason, call.spec.endpoint)
             return
+        body = upstream.body
         if is_bodiless:
-            self._finish(status, head, b"", b"")
+            if upstream.stream is not None:
+                self._ingress.abandon(call)
+            self._finish(status, start, b"", b"")
+        elif upstream.stream is not None:
+            self._connection.stream_fast_path(self, call, upstream, start, content_length)
+        elif len(body) > WATCHED_BYTES_MIN:
+            self._connection.stream_fast_path(self, call, upstream, start, len(body))
         else:
-            body = upstream.body
-            self._finish(status, head, b"%d" % len(body), body)
+            self._finish(status, start, b"%d" % len(body), body)
 
     def _on_error(self, call: Call, error: ServeError) -> None:
         self.fail(error, call.spec.endpoint, call.spec.deadline)
@@ -227,7 +227,7 @@ class FastPathRequest:
 
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
-        head = _status_line(problem.status) + lines + b"content-length: "
+        head = status_line(problem.status) + lines + b"content-length: "
         if self.headers.observer is not None:
             self.headers.observer.ended(problem.status, problem, len(body))
         self._finish(problem.status, head, b"%d" % len(body), body)
@@ -235,17 +235,7 @@ class FastPathRequest:
     def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
         """``head`` ends where the length belongs, or, for a response without one, with its last header."""
         closes = self._is_refused or self._ingress.is_draining
-        data = b"".join(
-            (
-                head,
-                length,
-                _date_line(rfc822_formatted_time()),
-                _TAIL,
-                self.request_id.encode(),
-                b"\r\nconnection: close\r\n\r\n" if closes else b"\r\n\r\n",
-                body,
-            )
-        )
+        data = b"".join((head, length, response_end(self.request_id, closes=closes), body))
         if self._is_refused:
             self._connection.refuse_fast_path(data)
         else:
@@ -333,34 +323,3 @@ def try_known_head(
     headers = known.headers if requests.observer is None else copy(known.headers)
     payload = KnownBody(found.body) if found.body else EMPTY_PAYLOAD
     return FastPathRequest(connection, ingress, known.message, payload, target=found.target, headers=headers)
-
-
-@lru_cache(maxsize=256)
-def _status_line(status: int) -> bytes:
-    try:
-        phrase = HTTPStatus(status).phrase
-    except ValueError:
-        phrase = ""
-    return b"HTTP/1.1 %d %b\r\n" % (status, phrase.encode())
-
-
-@lru_cache(maxsize=512)
-def _response_head(status: int, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
-    """Status line and headers, up to where the length belongs; and whether the status allows no body.
-
-    Cached, because the same few heads recur. Raises ValueError for a head that would corrupt the response.
-    """
-    forwarded, content_length = read_response_head(status, headers)
-    lines = [_status_line(status)]
-    lines += [b"%b: %b\r\n" % header for header in forwarded]
-    if status not in _BODILESS:
-        lines.append(b"content-length: ")
-        return b"".join(lines), False
-    if status == HTTPStatus.NOT_MODIFIED and content_length is not None:
-        lines.append(b"content-length: %d\r\n" % content_length)
-    return b"".join(lines)[:-2], True
-
-
-@lru_cache(maxsize=2)
-def _date_line(date: str) -> bytes:
-    return f"\r\ndate: {date}".encode()

@@ -24,7 +24,8 @@ from serve_proxy.core.problems import Problem, build_problem
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.endpoint import EndpointHandler, check_head, get_peer, get_target
 from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareRequestState, compose
-from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
+from serve_proxy.http.response_heads import SERVER_NAME
+from serve_proxy.http.responses import problem_response, whole_bytes
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import AccessLog, RequestTraces
 

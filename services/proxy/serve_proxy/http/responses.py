@@ -1,35 +1,22 @@
-"""Replicas' responses as HTTP: complete, streamed, or an error.
-
-Why streams are written here and not by the library: a response that breaks off must close the connection, which is the
-only way to signal an error in the middle of a body.
-"""
+"""Replicas' responses as HTTP: complete, streamed, or an error."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Final, NoReturn
+from typing import Final
 
-import structlog
-from aiohttp import web
-from aiohttp.hdrs import CONTENT_TYPE
+from aiohttp import HttpVersion11, web
+from aiohttp.hdrs import CONTENT_TYPE, TRANSFER_ENCODING
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
-from serve_common.dispatch.calls import Call, Response, ResponseBody
-from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable, get_error_type
-from serve_common.errors import ServeError
+from serve_common.dispatch.calls import Call, Response
+from serve_common.dispatch.errors import HeadersTooLarge, ResponseUnusable
 from serve_proxy.core.headers import REQUEST_ID, as_bytes, decode_headers_exact, read_response_head
 from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, build_problem, encode_problem
-from serve_proxy.http.bodies import MinRateGuard
+from serve_proxy.http.response_heads import SERVER_NAME, response_start, stream_head
+from serve_proxy.http.streamed_responses import StreamedBody
 from serve_proxy.shell.ingress import Ingress
-from serve_proxy.shell.request_observers import LoggedRequest
-
-_log = structlog.get_logger(__name__)
-
-SERVER_NAME: Final = "muster"
-READS_TOO_SLOWLY: Final = "client_reads_too_slowly"
-"""Error in the access log for a client that reads its response too slowly."""
 
 WATCHED_BYTES_MIN: Final = 64 * 1024
 """A complete response up to this size is left to the system; for a larger one a minimum rate is enforced."""
@@ -63,12 +50,24 @@ class _ExactResponse(web.StreamResponse):
 
 
 class _StreamedResponse(_ExactResponse):
-    """A response that is written as it arrives."""
+    """A response that is written as it arrives; its body not by the library."""
 
     async def _write_headers(self) -> None:
         await super()._write_headers()
         if self._payload_writer is not None:
             self._payload_writer.send_headers()  # the first chunk may take long
+
+    def is_written(self, request: web.BaseRequest, head: bytes, *, closes: bool) -> None:
+        """Its ``head`` is not written by the library either."""
+        request.writer.output_size += len(
+            head
+        )  # by which the library knows that no other response can be sent
+        self._keep_alive = not closes
+
+    def finish(self) -> None:
+        """It has been written to its end."""
+        self._eof_sent = True
+        self._req = self._payload_writer = None
 
 
 class _WholeResponse(_ExactResponse, web.Response):
@@ -83,104 +82,63 @@ async def respond(
     request_id: str,
     *,
     rate_min: int = 0,
+    has_middlewares: bool = False,
 ) -> web.StreamResponse:
     """The HTTP response; a streamed or large one is written to its end.
 
-    A client that reads less than ``rate_min`` bytes a second is disconnected. Raises `ResponseUnusable` before
-    anything is written.
+    A client that reads less than ``rate_min`` bytes a second is disconnected. Middlewares may change the head of the
+    response. Raises `ResponseUnusable` before anything is written.
     """
+    status = upstream.status
     try:
-        forwarded, content_length = read_response_head(upstream.status, upstream.headers)
+        start, is_bodiless, content_length = response_start(status, upstream.headers)
     except ValueError as error:
         ingress.abandon(call)
         raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
-    headers = CIMultiDict(decode_headers_exact(forwarded))
-    headers[REQUEST_ID.lower()] = request_id
-    if request.method == "HEAD" or upstream.status in (204, 304):
+    if request.method == "HEAD" or is_bodiless:
         ingress.abandon(call)
+        headers = _build_headers(upstream, request_id)
         if request.method == "HEAD" and content_length is None and upstream.stream is None and upstream.body:
             content_length = len(upstream.body)
-        if content_length is not None and upstream.status != 204:
+        if content_length is not None and status != 204:
             headers["Content-Length"] = str(content_length)
-        return _WholeResponse(status=upstream.status, headers=headers)
+        return _WholeResponse(status=status, headers=headers)
     if upstream.stream is None and len(upstream.body) <= WATCHED_BYTES_MIN:
-        return _WholeResponse(status=upstream.status, headers=headers, body=bytes(upstream.body))
-    response = _StreamedResponse(status=upstream.status, headers=headers)
-    response.content_length = content_length if upstream.stream is not None else len(upstream.body)
-    response.headers["Server"] = SERVER_NAME
-    if ingress.is_draining:
-        response.force_close()
+        headers = _build_headers(upstream, request_id)
+        return _WholeResponse(status=status, headers=headers, body=bytes(upstream.body))
+    length = len(upstream.body) if upstream.stream is None else content_length
+    connection, transport = request.protocol, request.transport
     try:
-        await response.prepare(request)
-        progress = _Progress(request)
-        observer = call.spec.trace
-        if isinstance(observer, LoggedRequest):
-            observer.sends(progress, is_stream=upstream.stream is not None)
-        with MinRateGuard(
-            rate_min, progress.taken_bytes, partial(_disconnect_slow_client, request, request_id, progress)
-        ):
-            if upstream.stream is None:
-                progress.written_bytes = len(upstream.body)
-                await response.write(upstream.body)
-            else:
-                await _stream(request, response, upstream.stream, response.content_length, progress)
-            await response.write_eof()
+        if transport is None:
+            raise ConnectionResetError("the client is gone")
+        if has_middlewares or request.version != HttpVersion11:
+            response = _StreamedResponse(status=status, headers=_build_headers(upstream, request_id))
+            response.content_length = length
+            response.headers["Server"] = SERVER_NAME
+            if ingress.is_draining:
+                response.force_close()
+            await response.prepare(request)
+            head, is_chunked = b"", TRANSFER_ENCODING in response.headers
+        else:
+            response = _StreamedResponse(status=status)
+            closes = ingress.is_draining or not request.keep_alive
+            head, is_chunked = stream_head(start, length, request_id, closes=closes), length is None
+            response.is_written(request, head, closes=closes)
+        body = StreamedBody(connection, transport, call, upstream, length, is_chunked=is_chunked)
+        body.start(head)
+        await body.finish(rate_min)
+        response.finish()
     finally:
         ingress.abandon(call)
     return response
 
 
-class _Progress:
-    """How much of a response a client has read; a `ResponseProgress`."""
-
-    __slots__ = ("_transport", "failure", "written_bytes")
-
-    def __init__(self, request: web.BaseRequest) -> None:
-        self.written_bytes = 0
-        self.failure = ""
-        self._transport = request.transport
-
-    def taken_bytes(self) -> int | None:
-        """Bytes that the client has read; None while it has read everything written so far."""
-        unsent_bytes = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        return self.written_bytes - unsent_bytes if unsent_bytes else None
-
-
-def _disconnect_slow_client(request: web.BaseRequest, request_id: str, progress: _Progress) -> None:
-    _log.warning("client_reads_too_slowly", request_id=request_id)
-    progress.failure = READS_TOO_SLOWLY
-    if request.transport is not None:
-        request.transport.abort()
-
-
-async def _stream(
-    request: web.BaseRequest,
-    response: web.StreamResponse,
-    body: ResponseBody,
-    content_length: int | None,
-    progress: _Progress,
-) -> None:
-    """Write chunks as they arrive. A response that breaks off closes the connection."""
-    try:
-        while (data := await body.read()) is not None:
-            if data:
-                progress.written_bytes += len(data)
-                await response.write(data)
-        if content_length is not None and progress.written_bytes != content_length:
-            raise ResponseUnusable(
-                f"the replica promised {content_length} bytes and sent {progress.written_bytes}"
-            )
-    except ServeError as error:
-        _log.warning("answer_broke_off", reason=str(error), written_bytes=progress.written_bytes)
-        progress.failure = get_error_type(error)
-        _abort(request, error)
-
-
-def _abort(request: web.BaseRequest, cause: Exception) -> NoReturn:
-    """Close the connection in the middle of a response."""
-    if request.transport is not None:
-        request.transport.abort()
-    raise ConnectionResetError("the answer broke off") from cause
+def _build_headers(upstream: Response, request_id: str) -> CIMultiDict[str]:
+    headers = CIMultiDict(
+        decode_headers_exact(read_response_head(upstream.status, upstream.headers).forwarded)
+    )
+    headers[REQUEST_ID.lower()] = request_id
+    return headers
 
 
 def whole_bytes(request: web.BaseRequest, response: web.StreamResponse | None) -> int:

@@ -19,12 +19,10 @@ from typing import Any, Final, final
 import structlog
 from aiohttp import web
 
-from serve_common.dispatch.calls import Call, Response
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.connection import HttpConnection
 from serve_proxy.http.requests import HttpRequests
-from serve_proxy.http.responses import respond
 from serve_proxy.http.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 from serve_proxy.shell.ingress import Ingress
 
@@ -193,13 +191,6 @@ class HttpServer:
     def header_timeout_s(self) -> float:
         """Seconds within which the head of a request must arrive."""
         return self.requests.options.header_timeout_s
-
-    async def respond(
-        self, request: web.BaseRequest, call: Call, upstream: Response, request_id: str
-    ) -> web.StreamResponse:
-        """Write a replica's response to the client. Raises `ResponseUnusable`."""
-        rate_min = self.requests.options.body_rate_min
-        return await respond(self.ingress, request, call, upstream, request_id, rate_min=rate_min)
 
     def _accept(self) -> web.RequestHandler:
         """The protocol of a connection that the loop has accepted; further pending connections are accepted too.

@@ -25,7 +25,8 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
 from serve_proxy.core.problems import ProxyDraining, UpgradeRefused
 from serve_proxy.http.bodies import MinRateGuard
-from serve_proxy.http.responses import READS_TOO_SLOWLY, SERVER_NAME
+from serve_proxy.http.response_heads import SERVER_NAME
+from serve_proxy.http.streamed_responses import READS_TOO_SLOWLY
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_observers import LoggedRequest
 

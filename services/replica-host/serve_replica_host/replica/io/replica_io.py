@@ -26,7 +26,7 @@ from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.protocol import ReplicaProtocol
 from serve_replica_host.replica.io.readers import SharedReader
-from serve_replica_host.replica.io.request import IoEvent, Left, Taken, UserEvent, WholeResponseEvent
+from serve_replica_host.replica.io.request import Flow, IoEvent, Left, Opened, Taken, UserEvent
 from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.telemetry.traces import Traces
 from serve_replica_host.replica.user.code import UserCode
@@ -113,6 +113,8 @@ SWEEP_S: Final = 0.05
 """Seconds between checks of deadlines."""
 GUARD_S: Final = 0.005
 """Seconds between polls while requests are in flight: half the delay of reads when user code blocks its loop."""
+GATHER_S: Final = 0.001
+"""Seconds after a part of a stream in which the next ones are gathered."""
 
 
 @final
@@ -287,13 +289,25 @@ class ReplicaIO:
         self._direct.flush()
 
     def _put_for_io(self, outcome: IoEvent) -> None:
-        """Process an outcome: here and now what can overtake no other one of its request, else on the bus loop."""
-        kind = type(outcome)
-        if kind is Taken or (kind is WholeResponseEvent and outcome.exchange.is_direct):
-            self._take_outcome(outcome)
-            self._frames.flush()
-        else:
-            self._io_queue.put(outcome)
+        """Process an outcome: here and now what can overtake no other one of its request, else on the bus loop.
+
+        Here, a response that takes a link needs no other thread to wake up. Parts that come so fast that they are worth
+        gathering leave from the bus loop, all that there are by then.
+        """
+        exchange, kind = outcome.exchange, type(outcome)
+        if kind is not Taken:
+            if not exchange.is_direct or exchange.is_queued:
+                exchange.is_queued = True
+                self._io_queue.put(outcome)
+                return
+            if kind is Flow or kind is Opened:
+                now = time.monotonic()
+                if now - exchange.flowed_at < GATHER_S:
+                    self._io_queue.put(outcome)  # it may be late: what it says is in `pieces` still
+                    return
+                exchange.flowed_at = now
+        self._take_outcome(outcome)
+        self._frames.flush()
 
     def _take_outcome(self, outcome: IoEvent) -> None:
         with self._lock:

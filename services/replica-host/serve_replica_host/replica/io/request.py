@@ -82,6 +82,10 @@ class ReplicaRequest:
     is_notified: bool = False
     """The bus side was notified of new `pieces` and has not processed them yet."""
     # The user side's:
+    is_queued: bool = False
+    """An outcome of it waits, or waited, for the bus loop; those behind it then do too."""
+    flowed_at: float = float("-inf")
+    """When a part of a streamed response was last sent on the user's thread."""
     has_started: bool = False
     written_status: int = 0
     """Status of a response that the code writes itself, such as an ASGI application; 0 until it begins."""

@@ -201,8 +201,8 @@ class ResponseStream:
     """Writes one streamed response; all methods run on the user loop, except `run_plain`.
 
     Why one buffer and one wake-up for a burst: a token then costs less than a microsecond, while a message between two
-    threads costs several. The other thread is notified of a part that comes alone at once, so no token is held back;
-    parts that come faster than that thread reads are sent as one frame.
+    threads costs several. Of a part that comes alone the other thread is notified at once, or it is sent here and now
+    (`ReplicaIO`), so no token is held back; parts that come faster than that thread reads are sent as one frame.
     """
 
     def __init__(self, exchange: ReplicaRequest, io_queue: Callable[[IoEvent], object]) -> None:
