@@ -58,10 +58,8 @@ class _StreamedResponse(_ExactResponse):
             self._payload_writer.send_headers()  # the first chunk may take long
 
     def is_written(self, request: web.BaseRequest, head: bytes, *, closes: bool) -> None:
-        """Its ``head`` is not written by the library either."""
-        request.writer.output_size += len(
-            head
-        )  # by which the library knows that no other response can be sent
+        """Its ``head`` is not written by the library either, which knows by the size that no other can be sent."""
+        request.writer.output_size += len(head)
         self._keep_alive = not closes
 
     def finish(self) -> None:

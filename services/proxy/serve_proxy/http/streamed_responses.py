@@ -114,7 +114,10 @@ class StreamedBody:
         transport = self._transport
         if transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        self.written_bytes += len(data)
+        at, length = self.written_bytes, self._content_length
+        self.written_bytes = end = at + len(data)
+        if length is not None and end > length:  # the client would read the rest as another response
+            data = data[: max(0, length - at)]
         if not self._is_chunked:
             transport.write(data)
         elif len(data) <= _JOINED_BYTES_MAX:

@@ -161,6 +161,30 @@ async def test_headers_leave_as_the_bytes_that_they_are(
 
 
 @both_ways
+@pytest.mark.parametrize("pieces", [(b"abcd",), (b"a", b"bcd"), (b"ab", b"cd"), (b"a",), (b"",)], ids=str)
+async def test_a_body_of_another_length_than_promised_is_cut_there_and_ends_the_connection(
+    desk: Desk, target: bytes, pieces: tuple[bytes, ...]
+) -> None:
+    """More would be read as the next response."""
+    reader, writer = await desk.ask(b"GET " + target, is_fast=target == b"/")
+    body = ResponseBody(memoryview(pieces[0]), lambda _: None)
+    desk.ingress.answer(Response(200, [(b"content-length", b"2")], memoryview(pieces[0]), body))
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+    assert b"content-length: 2\r\n" in head.lower()
+    for piece in pieces[1:]:
+        await asyncio.sleep(0.02)  # each in a write of its own
+        body.add(memoryview(piece), last=False)
+    await asyncio.sleep(0.02)
+    body.add(memoryview(b""), last=True)
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := await asyncio.wait_for(reader.read(100), 30):
+            received += data
+    assert received == b"".join(pieces)[:2]
+    writer.close()
+
+
+@both_ways
 async def test_a_stream_begins_before_its_first_piece(desk: Desk, target: bytes) -> None:
     reader, _ = await desk.ask(b"GET " + target, is_fast=target == b"/")
     body = ResponseBody(memoryview(b""), lambda _: None)
