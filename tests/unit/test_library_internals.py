@@ -45,7 +45,7 @@ USED: Final[dict[type, str]] = {
     "_request_in_progress _resume_transport_reading _upgraded _waiter",
     web.Server: "_loop",
     web.BaseRequest: "_headers _message _prepare_hook _version",
-    web.StreamResponse: "_eof_sent _keep_alive _payload_writer _prepare_headers _send_headers_immediately "
+    web.StreamResponse: "_body_length _eof_sent _keep_alive _payload_writer _prepare_headers _send_headers_immediately "
     "_write_headers",
     web.WebSocketResponse: "_close_transport _handle_ping_pong_exception _parser _post_start _reader _req",
     StreamWriter: "_headers_buf",

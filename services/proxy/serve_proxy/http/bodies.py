@@ -84,23 +84,30 @@ class MinRateGuard:
     stays low is not.
     """
 
-    __slots__ = ("_last", "_least_bytes", "_loop", "_on_slow", "_progress", "_timer")
+    __slots__ = ("_last", "_least_bytes", "_loop", "_on_slow", "_progress", "_spares_first", "_timer")
 
     def __init__(
-        self, rate_min: int, progress: Callable[[], int | None], on_slow: Callable[[], None]
+        self,
+        rate_min: int,
+        progress: Callable[[], int | None],
+        on_slow: Callable[[], None],
+        *,
+        spares_first: bool = False,
     ) -> None:
         """``rate_min`` is in bytes a second, 0 allows any. ``progress`` returns how many bytes the client has sent or
-        received in all; None while the transfer does not wait for the client. ``on_slow`` is called once."""
+        received in all; None while the transfer does not wait for the client. ``on_slow`` is called once, and with
+        ``spares_first`` not for the first `PERIOD_S`."""
         self._loop = asyncio.get_running_loop()
         self._least_bytes = rate_min * PERIOD_S
         self._progress = progress
         self._on_slow = on_slow
+        self._spares_first = spares_first
         self._last: int | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> None:
         if self._least_bytes > 0:
-            self._last = self._progress()
+            self._last = None if self._spares_first else self._progress()
             self._timer = self._loop.call_later(PERIOD_S, self._check_progress)
 
     def __exit__(

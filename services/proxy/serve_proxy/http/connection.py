@@ -284,7 +284,9 @@ class HttpConnection(CountingConnection):
         body = StreamedBody(
             self, transport, call, upstream, content_length, is_chunked=content_length is None
         )
-        body.start(stream_head(start, content_length, exchange.request_id, closes=closes))
+        # This runs while a link is read, which must not end because this client has: the task sees that.
+        with contextlib.suppress(ConnectionError):
+            body.start(stream_head(start, content_length, exchange.request_id, closes=closes))
         sending = self._finish_stream(exchange, call, body, upstream.status, closes=closes)
         self._stream_task = http.tasks.start(sending, name="stream")
 

@@ -62,9 +62,9 @@ class _StreamedResponse(_ExactResponse):
         request.writer.output_size += len(head)
         self._keep_alive = not closes
 
-    def finish(self) -> None:
+    def finish(self, body_bytes: int) -> None:
         """It has been written to its end."""
-        self._eof_sent = True
+        self._eof_sent, self._body_length = True, body_bytes
         self._req = self._payload_writer = None
 
 
@@ -113,8 +113,8 @@ async def respond(
             response = _StreamedResponse(status=status, headers=_build_headers(upstream, request_id))
             response.content_length = length
             response.headers["Server"] = SERVER_NAME
-            if ingress.is_draining:
-                response.force_close()
+            if ingress.is_draining or (length is None and request.version < HttpVersion11):
+                response.force_close()  # without chunks and a length, the end of the connection is that of the body
             await response.prepare(request)
             head, is_chunked = b"", TRANSFER_ENCODING in response.headers
         else:
@@ -125,7 +125,7 @@ async def respond(
         body = StreamedBody(connection, transport, call, upstream, length, is_chunked=is_chunked)
         body.start(head)
         await body.finish(rate_min)
-        response.finish()
+        response.finish(body.written_bytes)
     finally:
         ingress.abandon(call)
     return response

@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 READS_TOO_SLOWLY: Final = "client_reads_too_slowly"
 """Error in the access log for a client that reads its response too slowly."""
 _JOINED_BYTES_MAX: Final = 16 * 1024
-"""Chunks up to this size are joined with what frames them; larger ones are not copied."""
+"""Pieces up to this size are joined with what goes around them; larger ones are not copied."""
 
 
 @final
@@ -34,6 +34,7 @@ class StreamedBody:
     __slots__ = (
         "_client",
         "_content_length",
+        "_has_started",
         "_is_chunked",
         "_request_id",
         "_transport",
@@ -60,6 +61,7 @@ class StreamedBody:
         self._upstream = upstream
         self._content_length = content_length
         self._is_chunked = is_chunked
+        self._has_started = False
         self._request_id = call.spec.request_id
         observer = call.spec.trace
         if isinstance(observer, LoggedRequest):
@@ -71,22 +73,23 @@ class StreamedBody:
         return self.written_bytes - unsent_bytes if unsent_bytes else None
 
     def start(self, head: bytes) -> None:
-        """Write the ``head``, if it was not written before, and what there is of the body."""
-        transport, stream = self._transport, self._upstream.stream
-        if transport.is_closing():
-            return
-        if head:
-            transport.write(head)
+        """Write the ``head``, if it was not written before, and what there is of the body.
+
+        Raises ConnectionResetError when the client is gone.
+        """
+        stream = self._upstream.stream
         data = self._upstream.body if stream is None else stream.take_first()
-        if data:
-            self._write(data)
+        self._write(data, head)
+        self._has_started = True
 
     async def finish(self, rate_min: int) -> None:
         """Write the rest. A client that reads less than ``rate_min`` bytes a second is disconnected.
 
         Raises ConnectionError when the client is gone, and when the response broke off: the connection is then closed.
         """
-        with MinRateGuard(rate_min, self.taken_bytes, self._disconnect_slow_client):
+        if not self._has_started:
+            raise ConnectionResetError("the client is gone")
+        with MinRateGuard(rate_min, self.taken_bytes, self._disconnect_slow_client, spares_first=True):
             await self._client._drain_helper()  # noqa: SLF001 - as the library's own writer does
             if self._upstream.stream is not None:
                 await self._write_pieces(self._upstream.stream)
@@ -108,24 +111,24 @@ class StreamedBody:
             self._transport.abort()
             raise ConnectionResetError("the answer broke off") from error
         if self._is_chunked:
-            self._transport.write(b"0\r\n\r\n")
+            self._write(b"", end=b"0\r\n\r\n")
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes | memoryview, head: bytes = b"", *, end: bytes = b"") -> None:
+        """Write all three at once; of a body with a length no more than that, as the client would read the rest as
+        another response."""
         transport = self._transport
         if transport.is_closing():
             raise ConnectionResetError("the client is gone")
         at, length = self.written_bytes, self._content_length
-        self.written_bytes = end = at + len(data)
-        if length is not None and end > length:  # the client would read the rest as another response
+        self.written_bytes = at + len(data)
+        if length is not None and self.written_bytes > length:
             data = data[: max(0, length - at)]
-        if not self._is_chunked:
-            transport.write(data)
-        elif len(data) <= _JOINED_BYTES_MAX:
-            transport.write(b"".join((b"%x\r\n" % len(data), data, b"\r\n")))
+        if data and self._is_chunked:
+            head, end = b"%b%x\r\n" % (head, len(data)), b"\r\n" + end
+        if len(data) <= _JOINED_BYTES_MAX:
+            transport.write(b"".join((head, data, end)))
         else:
-            transport.write(b"%x\r\n" % len(data))
-            transport.write(data)
-            transport.write(b"\r\n")
+            transport.writelines([part for part in (head, data, end) if part])
 
     def _disconnect_slow_client(self) -> None:
         _log.warning("client_reads_too_slowly", request_id=self._request_id)

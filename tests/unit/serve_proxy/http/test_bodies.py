@@ -18,8 +18,8 @@ from serve_common.config.backend import HttpOptions
 from serve_common.direct.pipes import PipedBytes
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX
-from serve_proxy.http import connection
-from serve_proxy.http.bodies import RAW_BYTES_MIN
+from serve_proxy.http import bodies, connection
+from serve_proxy.http.bodies import RAW_BYTES_MIN, MinRateGuard
 from serve_proxy.http.raw_bodies import COUNTED_BYTES_MIN, CountingConnection, RawBody
 from serve_proxy.http.server import HttpServer
 from serve_proxy.http.tls import load_context
@@ -343,3 +343,24 @@ async def test_only_the_length_that_the_client_has_sent_ends_a_body(desk: Desk) 
     connected.end_raw_body()
     assert connected._rest_bytes == 4 * MIB
     writer.close()
+
+
+@pytest.mark.parametrize("spares_first", [False, True])
+async def test_a_single_pause_at_the_beginning_may_be_spared(
+    monkeypatch: pytest.MonkeyPatch, *, spares_first: bool
+) -> None:
+    monkeypatch.setattr(bodies, "PERIOD_S", 0.05)
+    slow = asyncio.Event()
+    looks: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    def progress() -> int:
+        looks.append(loop.time())
+        return 7
+
+    began = loop.time()
+    with MinRateGuard(1000, progress, slow.set, spares_first=spares_first):
+        await asyncio.wait_for(slow.wait(), 30)
+    assert len(looks) == 2
+    assert loop.time() - began >= (2 if spares_first else 1) * 0.05
+    assert (looks[0] - began >= 0.04) is spares_first

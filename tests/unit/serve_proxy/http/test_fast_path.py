@@ -184,6 +184,34 @@ async def test_a_body_of_another_length_than_promised_is_cut_there_and_ends_the_
     writer.close()
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_is_reset_when_its_response_comes_harms_no_one_else(
+    desk: Desk, *, is_streamed: bool
+) -> None:
+    """The response is written while a link is read, which an exception would end."""
+    await desk.ask()
+    (call,) = desk.ingress.begun
+    (connection,) = desk.server._http.connections
+    assert connection.transport is not None
+    connection.transport.abort()
+    first = memoryview(b"a" * 100_000)
+    body = ResponseBody(first, lambda _: None) if is_streamed else None
+    call.on_response(call, Response(200, [], first, body))
+    await desk.ingress.until(lambda: desk.server.in_flight == 0)
+    assert desk.ingress.endpoint.stats.counts == {("GET", CLIENT_GONE): 1}
+
+
+async def test_a_stream_to_an_old_client_ends_with_its_connection(desk: Desk) -> None:
+    reader, writer = await desk.connect()
+    writer.write(b"GET / HTTP/1.0\r\nHost: h\r\nConnection: keep-alive\r\n\r\n")
+    await desk.ingress.until(lambda: desk.ingress.asked)
+    body = ResponseBody(memoryview(b"ab"), lambda _: None)
+    body.add(memoryview(b"cd"), last=True)
+    desk.ingress.asked[0].waiter.set_result(Response(200, [], memoryview(b"ab"), body))
+    received = await asyncio.wait_for(reader.read(), 30)
+    assert received.partition(b"\r\n\r\n")[2] == b"abcd"
+
+
 @both_ways
 async def test_a_stream_begins_before_its_first_piece(desk: Desk, target: bytes) -> None:
     reader, _ = await desk.ask(b"GET " + target, is_fast=target == b"/")

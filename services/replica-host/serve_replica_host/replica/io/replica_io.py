@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -72,7 +73,8 @@ class FrameBatch:
             if is_on_bus_loop:
                 connection.publish(subject, frame)
             else:  # the request's direct link is gone, and the bus connection is its loop's own, or away
-                self._bus_loop.call_soon_threadsafe(self._publish_later, subject, frame)
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                    self._bus_loop.call_soon_threadsafe(self._publish_later, subject, frame)
             return
         size_bytes = len(frame)
         if size_bytes > connection.max_payload:
@@ -296,16 +298,22 @@ class ReplicaIO:
         """
         exchange, kind = outcome.exchange, type(outcome)
         if kind is not Taken:
-            if not exchange.is_direct or exchange.is_queued:
+            if (
+                not exchange.is_direct
+                or exchange.is_queued
+                or self._protocol.get_link(exchange.reply) is None
+            ):
                 exchange.is_queued = True
                 self._io_queue.put(outcome)
                 return
-            if kind is Flow or kind is Opened:
+            if kind is Flow:
                 now = time.monotonic()
                 if now - exchange.flowed_at < GATHER_S:
                     self._io_queue.put(outcome)  # it may be late: what it says is in `pieces` still
                     return
                 exchange.flowed_at = now
+            elif kind is Opened:
+                exchange.flowed_at = time.monotonic()
         self._take_outcome(outcome)
         self._frames.flush()
 
