@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 import uuid
 from collections.abc import Callable
 from typing import Final, final
@@ -32,6 +34,7 @@ from serve_common.runtime.operations import (
     register_process_metrics,
     register_trace_metrics,
 )
+from serve_common.runtime.settings import DirectMode
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
@@ -45,6 +48,7 @@ from serve_proxy.http.requests import HttpRequests
 from serve_proxy.http.server import HttpServer
 from serve_proxy.http.tls import Certificate
 from serve_proxy.settings import ProxySettings
+from serve_proxy.shell.busy_polling import BusyPolling
 from serve_proxy.shell.captures import Captures
 from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress, LiveOptions, request_ids
@@ -126,6 +130,7 @@ class Proxy:
             on_applied=self._on_applied,
             bus_wait_s=settings.bus_wait_s,
             memory=UploadMemory(settings.body_memory_max // 2, settings.body_memory_max),
+            polling=_build_polling(settings, self._dispatcher),
         )
         refused = RefusedMessages(asyncio.get_running_loop().time)
         self._control_plane = NatsControlPlane(
@@ -335,6 +340,13 @@ class Proxy:
                 _log.warning("bus_unavailable", reason=str(error))
             else:
                 return
+
+
+def _build_polling(settings: ProxySettings, dispatcher: Dispatcher) -> BusyPolling | None:
+    """None where it would keep the replica from its processor, or few requests take links."""
+    if settings.bus.direct is not DirectMode.ALL or (os.cpu_count() or 1) == 1:
+        return None
+    return BusyPolling(dispatcher.calls, asyncio.get_running_loop().call_soon, time.perf_counter)
 
 
 def _bus_options(settings: ProxySettings) -> BusOptions:

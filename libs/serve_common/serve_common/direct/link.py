@@ -17,12 +17,13 @@ import contextlib
 import ctypes
 import socket
 import threading
+from binascii import unhexlify
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, cast, final
 
 from serve_common.direct.pipes import PipedBytes
-from serve_common.direct.writing import CONTROL_TOKEN, SMALL_BYTES_MAX, TOKEN_BYTES, Item, LinkWriter
+from serve_common.direct.writing import CONTROL_TOKEN, SMALL_BYTES_MAX, TOKEN_BYTES, LinkWriter, Piece
 from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     HEAD_BYTES_MAX,
@@ -79,7 +80,7 @@ def machine_id() -> str:
 
 def link_token(reply: bytes) -> bytes:
     """The token of a reply subject that ends in one. Raises ValueError for any other."""
-    return bytes.fromhex(reply[-2 * TOKEN_BYTES :].decode())
+    return unhexlify(reply[-2 * TOKEN_BYTES :])
 
 
 def _prefix(token: bytes, frame: bytes) -> bytes:
@@ -188,6 +189,14 @@ class DirectLink(asyncio.BufferedProtocol):
         return view[filled:]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._on_batch_start()
+        try:
+            self._take(nbytes)
+        finally:
+            self._on_batch_end()
+
+    def _take(self, nbytes: int) -> None:
+        """Deliver the frames of one read."""
         self.last_received_at = self._loop.time()
         body_view = self._body_view
         if body_view is None:
@@ -199,15 +208,12 @@ class DirectLink(asyncio.BufferedProtocol):
                 return
             self._body_view = None
             self._is_after_large = True
-        self._on_batch_start()
-        try:
-            if body_view is None:
-                self._parse()
-            elif not self._is_ended:
-                body, self._body = self._body, b""
-                self._deliver(self._token, SplitFrame(self._head, body) if self._head else body)
-        finally:
-            self._on_batch_end()
+        if body_view is None:
+            self._parse()
+        elif not self._is_ended:
+            body, self._body = self._body, b""
+            self.received_frames += 1
+            self._on_frame(self, self._token, SplitFrame(self._head, body) if self._head else body)
 
     def detach_reader(self) -> socket.socket | None:
         """Stop reading, so that another thread calls `read` with what this returns, which that thread closes.
@@ -222,6 +228,7 @@ class DirectLink(asyncio.BufferedProtocol):
     def read(self, own: socket.socket) -> int:
         """Read what there is from what `detach_reader` returned; returns the number of bytes, 0 at the end of the link.
 
+        The caller knows where its batches start and end: the two callbacks are left out.
         Raises BlockingIOError when there is nothing. For any thread, one at a time.
         """
         total_bytes = 0
@@ -238,7 +245,7 @@ class DirectLink(asyncio.BufferedProtocol):
             if not size_bytes:
                 self._close_soon()
                 return 0
-            self.buffer_updated(size_bytes)
+            self._take(size_bytes)
             total_bytes += size_bytes
             if size_bytes < len(buffer):
                 break
@@ -273,7 +280,8 @@ class DirectLink(asyncio.BufferedProtocol):
                 ):
                     at = end
                 break
-            self._deliver(bytes(view[at + 4 : start]), bytes(view[start:stop]))
+            self.received_frames += 1
+            self._on_frame(self, bytes(view[at + 4 : start]), bytes(view[start:stop]))
             at = stop
         if at == end:
             at = self._filled = 0
@@ -294,27 +302,28 @@ class DirectLink(asyncio.BufferedProtocol):
         self._body_filled = beginning_bytes
         return True
 
-    def _deliver(self, token: bytes, frame: Bytes | SplitFrame) -> None:
-        self.received_frames += 1
-        self._on_frame(self, token, frame)
-
     # -- writing --
 
     def send_frame(self, token: bytes, frame: bytes) -> bool:
         """Send an encoded frame. False when the link has ended, or ends because too much waits."""
-        size = len(frame)
-        start = _prefix(token, frame)
-        if size <= SMALL_BYTES_MAX:
-            return self._add((token, (start + frame,), size + _PREFIX_BYTES))
-        return self._add((token, (start, frame), size + _PREFIX_BYTES))
+        if self._is_ended:
+            return False
+        start, size = _prefix(token, frame), len(frame)
+        pieces = (start + frame,) if size <= SMALL_BYTES_MAX else (start, frame)
+        self._writer.add((token, pieces, size + _PREFIX_BYTES), is_alone=False)
+        return True
 
     def send_now(self, frames: Sequence[tuple[bytes, bytes]]) -> bool:
         """Send small frames, each with its token, at once and on the calling thread.
 
         False where that is not possible now: something waits to be written, or the link is TLS. Then `send_frame` them.
         """
-        data = b"".join([part for token, frame in frames for part in (_prefix(token, frame), frame)])
-        return self._writer.write_now(frames[-1][0], data, len(frames))
+        token, frame = frames[-1]
+        if len(frames) == 1:  # as mostly where few clients wait
+            data = b"".join((len(frame).to_bytes(4, "big"), token, frame))
+        else:
+            data = b"".join([part for each in frames for part in (_prefix(*each), each[1])])
+        return self._writer.write_now(token, data, len(frames))
 
     def send(
         self, token: bytes, head: Head, body: Bytes | PipedBytes = b"", *, is_alone: bool = False
@@ -323,18 +332,24 @@ class DirectLink(asyncio.BufferedProtocol):
 
         ``is_alone``: no other frame is likely to be sent in this iteration of the loop, so it does not wait for more.
         """
+        if self._is_ended:
+            return False
         encoded = encode_head(head)
         size = len(encoded) + len(body)
         if size > FRAME_BYTES_MAX:
             raise FrameUnreadable(f"a frame of {size} bytes exceeds {FRAME_BYTES_MAX}")
-        start = b"".join((size.to_bytes(4, "big"), token, encoded))
         if type(body) is PipedBytes:
             if self.splices:
-                return self._add((token, (start, body), size + _PREFIX_BYTES), is_alone=True)
-            body = body.read()
-        if size <= SMALL_BYTES_MAX:
-            return self._add((token, (b"".join((start, body)),), size + _PREFIX_BYTES), is_alone=is_alone)
-        return self._add((token, (start, body), size + _PREFIX_BYTES), is_alone=is_alone)
+                is_alone = True
+            else:
+                body = body.read()
+        start = size.to_bytes(4, "big"), token, encoded
+        if size <= SMALL_BYTES_MAX and type(body) is not PipedBytes:
+            pieces: tuple[Piece, ...] = (b"".join((*start, body)),)
+        else:
+            pieces = b"".join(start), body
+        self._writer.add((token, pieces, size + _PREFIX_BYTES), is_alone=is_alone)
+        return True
 
     def leave(self) -> None:
         """At a replica: ask the router to leave the link."""
@@ -359,12 +374,6 @@ class DirectLink(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
         self._on_end(self)
-
-    def _add(self, item: Item, *, is_alone: bool = False) -> bool:
-        if self._is_ended:
-            return False
-        self._writer.add(item, is_alone=is_alone)
-        return True
 
     def _close_soon(self) -> None:
         if threading.get_ident() == self._thread:

@@ -120,8 +120,7 @@ class LinkWriter:
         """Write a frame; ``is_alone`` as of `DirectLink.send`."""
         with self._lock:
             self.sent_frames += 1
-            is_loops = threading.get_ident() == self._thread
-            if (is_alone or not is_loops) and self._can_write_now():
+            if (is_alone or threading.get_ident() != self._thread) and self._can_write_now():
                 token, pieces, _ = item
                 rest = self._write_some(pieces)
                 if not rest:
@@ -189,7 +188,7 @@ class LinkWriter:
             if type(last) is PipedBytes:
                 rest = self._write_some(pieces[:-1]) if len(pieces) > 1 else ()
                 return (*rest, last) if rest or not last.send(self._descriptor) else ()
-            written = os.writev(self._descriptor, cast("tuple[bytes | memoryview, ...]", pieces))
+            written = os.writev(self._descriptor, pieces)  # type: ignore[arg-type]  # all but the last are bytes
         except BlockingIOError:
             return pieces
         except OSError:  # it is broken; who sends is not prepared for its end at once
@@ -198,7 +197,7 @@ class LinkWriter:
             return pieces
         for number, piece in enumerate(pieces):
             if written < len(piece):
-                return (memoryview(cast("bytes", piece))[written:], *pieces[number + 1 :])
+                return (memoryview(piece)[written:], *pieces[number + 1 :])  # type: ignore[arg-type]
             written -= len(piece)
         return ()
 

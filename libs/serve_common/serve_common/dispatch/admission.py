@@ -191,29 +191,27 @@ class FailureDetector:
     this process itself was disconnected, because then the replicas probably were too.
     """
 
-    __slots__ = ("_probed_at", "_since")
+    __slots__ = ("_probed_at", "suspects")
 
     def __init__(self) -> None:
-        self._since: dict[ReplicaTag, float] = {}
+        self.suspects: Final[dict[ReplicaTag, float]] = {}
+        """Since when each is suspected."""
         self._probed_at: dict[ReplicaTag, float] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._since)
 
     def reconnected(self) -> None:
         """Reset: this process was disconnected from the bus until now."""
-        self._since.clear()
+        self.suspects.clear()
         self._probed_at.clear()
 
     def on_sign_of_life(self, replica: ReplicaTag) -> None:
         """A message came from ``replica``, which ends the suspicion."""
-        self._since.pop(replica, None)
+        self.suspects.pop(replica, None)
         self._probed_at.pop(replica, None)
 
     def no_responders(self, replica: ReplicaTag, now: float) -> float:
         """``replica``'s subject has no subscriber; returns for how many seconds that is known."""
         self._probed_at.setdefault(replica, now)
-        return now - self._since.setdefault(replica, now)
+        return now - self.suspects.setdefault(replica, now)
 
     def due(self, now: float) -> list[ReplicaTag]:
         """The suspected replicas that are to be probed now."""

@@ -379,7 +379,7 @@ class RequestPlacement:
         shard_hash = stable_hash(spec.shard_key) if spec.shard_key else None
         if shadow is not None:
             router = self._routes.routers.get(shadow)
-        elif (stays_with := _suspect_backend(call, endpoint)) is not None:
+        elif call.lost_with and (stays_with := _suspect_backend(call, endpoint)) is not None:
             router = self._routes.choose_router(endpoint, stays_with)
         else:
             router = self._routes.choose_router(endpoint, spec.backend_tag, shard_hash)
@@ -429,8 +429,6 @@ class RequestPlacement:
 
 def _suspect_backend(call: Call, endpoint: Endpoint) -> BackendTag | None:
     """The backend whose replica died with the request, if it may stay there: to protect other backends from it."""
-    if not call.lost_with:
-        return None
     backend_tag = parse_backend_tag(call.lost_with[-1])
     return backend_tag if endpoint.takes(backend_tag, call.spec.backend_tag) else None
 

@@ -119,7 +119,8 @@ class Outgoing:
         if now >= spec.deadline:
             raise DeadlineExceeded("the deadline is over")
         token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
-        attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, spec)
+        subject = self._subject_cache.get(replica) or self._make_subject(replica)
+        attempt = call.attempt = Attempt(replica, subject, token, reply, spec)
         attempt.sent_at = attempt.last_seen_at = attempt.probed_at = now
         traceparent = spec.traceparent
         if spec.trace is not None:
@@ -134,7 +135,7 @@ class Outgoing:
             spec.route,
             spec.query,
             spec.headers,
-            max(spec.deadline - now, _TIMEOUT_S_MIN),
+            max(_TIMEOUT_S_MIN, spec.deadline - now),
             len(spec.body) if upload is None else upload.announced_bytes,
             spec.endpoint.tag,
             spec.request_id,
@@ -248,12 +249,10 @@ class Outgoing:
             return False
         return True
 
-    def _subject(self, replica: ReplicaTag) -> bytes:
-        subject = self._subject_cache.get(replica)
-        if subject is None:
-            if len(self._subject_cache) >= _REPLICAS_MAX:
-                self._subject_cache.clear()
-            subject = self._subject_cache[replica] = self._subjects.replica(replica).encode()
+    def _make_subject(self, replica: ReplicaTag) -> bytes:
+        if len(self._subject_cache) >= _REPLICAS_MAX:
+            self._subject_cache.clear()
+        subject = self._subject_cache[replica] = self._subjects.replica(replica).encode()
         return subject
 
 
@@ -264,10 +263,6 @@ def _sent_frames(call: Call) -> int:
     return 0 if call.attempt is None or call.attempt.outgoing is None else call.attempt.outgoing.sent
 
 
-def _is_accepted(head: ResponseHead, call: Call) -> bool:
-    return head.status == ACCEPTED and call.spec.kind is RequestKind.WEBSOCKET
-
-
 @final
 class ResponseReader:
     """Processes the frames that replicas send for calls, in the bus' read path."""
@@ -276,6 +271,7 @@ class ResponseReader:
         self._registry = registry
         self._outgoing = outgoing
         self._failure_detector = failure_detector
+        self._suspects = failure_detector.suspects
         self._loop = asyncio.get_running_loop()
         self._bad_frames = RateLimitedLogger(_log.warning)
 
@@ -290,7 +286,7 @@ class ResponseReader:
             self._log_bad_frame("frame_unreadable", attempt, str(error))
             self._registry.fail(call, ResponseUnusable("the replica's answer is not a frame"))
             return
-        if self._failure_detector:
+        if self._suspects:
             self._failure_detector.on_sign_of_life(attempt.replica)
         if not is_direct and len(payload) > SMALL_FRAME_BYTES_MAX:
             self._outgoing.receipts.count(attempt.replica, attempt.subject, attempt.reply, payload)
@@ -298,7 +294,7 @@ class ResponseReader:
             type(head) is ResponseHead
             and head.last
             and call.response_reader is None
-            and not _is_accepted(head, call)
+            and (head.status != ACCEPTED or call.spec.kind is not RequestKind.WEBSOCKET)
         ):
             call.status = head.status
             # Release the slot first: the callback may send the next request at once.

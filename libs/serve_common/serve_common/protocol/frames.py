@@ -25,7 +25,7 @@ direction with a window of its own of `WINDOW_MESSAGES` frames, until one side s
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Final, NamedTuple, cast
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -301,13 +301,13 @@ def decode_frame(frame: bytes | memoryview | SplitFrame) -> tuple[Head, bytes | 
     """The head and the body: a view into ``frame``, or the bytes of a `SplitFrame`. Raises `FrameUnreadable`."""
     encoded: memoryview
     body: bytes | memoryview
-    if type(frame) is SplitFrame:
+    if isinstance(frame, SplitFrame):
         encoded, body = memoryview(frame.head)[2:], frame.body
     else:
-        view = memoryview(cast("bytes | memoryview", frame))
+        view = memoryview(frame)
         if len(view) < 2:
             raise FrameUnreadable(f"a frame of {len(view)} bytes is too short")
-        end = 2 + int.from_bytes(view[:2], "big")
+        end = 2 + (view[0] << 8 | view[1])
         if end > len(view):
             raise FrameUnreadable(f"the head ends at {end}, the frame at {len(view)}")
         encoded, body = view[2:end], view[end:]

@@ -125,8 +125,9 @@ def build_request_spec(
     """Build the request to ``endpoint``.
 
     ``now`` and ``deadline``, the latest that the options allow, are loop time. ``headers`` are modified, for the
-    requests of one connection. ``scheme`` is http or https, ``root_path`` that of the HTTP options. Raises `BadField`
-    naming an invalid header, `DeadlineExceeded` when the client's own deadline has passed.
+    requests of one connection. ``peer`` is needed for headers without `sender` only. ``scheme`` is http or https,
+    ``root_path`` that of the HTTP options. Raises `BadField` naming an invalid header, `DeadlineExceeded` when the
+    client's own deadline has passed.
 
     Both the fast path and the regular path use it, so that headers and deadlines mean the same on either.
     """

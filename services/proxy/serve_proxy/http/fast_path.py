@@ -145,7 +145,7 @@ class FastPathRequest:
                 request_id=self.request_id,
                 now=now,
                 deadline=now + requests.options.request_timeout_s,
-                peer=self._connection.peer,
+                peer=self._connection.peer if read.sender is None else "",
                 scheme=requests.scheme,
                 root_path=requests.options.root_path,
             )
@@ -310,16 +310,12 @@ def try_known_head(
 ) -> FastPathRequest | None:
     """The exchange when ``data`` is a whole request with a known head; None when it must be parsed."""
     found = known.read(data)
-    if (
-        found is None
-        or requests.has_middlewares
-        or len(found.body) > requests.options.body_bytes_max
-        or not ingress.is_open
-        or ingress.is_draining
-        or found.target.startswith(OWN_PREFIX)
-    ):
+    if found is None or requests.has_middlewares or not ingress.is_open or ingress.is_draining:
+        return None
+    target, body = found
+    if target.startswith(OWN_PREFIX) or len(body) > requests.options.body_bytes_max:
         return None
     # An observer leaves itself and a traceparent there.
     headers = known.headers if requests.observer is None else copy(known.headers)
-    payload = KnownBody(found.body) if found.body else EMPTY_PAYLOAD
-    return FastPathRequest(connection, ingress, known.message, payload, target=found.target, headers=headers)
+    payload = KnownBody(body) if body else EMPTY_PAYLOAD
+    return FastPathRequest(connection, ingress, known.message, payload, target=target, headers=headers)

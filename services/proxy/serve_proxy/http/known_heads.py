@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
-from typing import Final, NamedTuple, Self, final
+from typing import Final, Self, final
 
 from aiohttp.http_parser import RawRequestMessage
 
@@ -38,13 +38,6 @@ class KnownBody:
     def read_nowait(self) -> bytes:
         """All of it."""
         return self._data
-
-
-class KnownRequest(NamedTuple):
-    """A request with a known head."""
-
-    target: str
-    body: bytes
 
 
 @final
@@ -104,8 +97,8 @@ class KnownHead:
         own.sender = forward(own, peer, scheme)
         return cls(message, own, before, after)
 
-    def read(self, data: bytes) -> KnownRequest | None:
-        """The request in ``data`` if it has this head, whatever its target and length, and is there whole.
+    def read(self, data: bytes) -> tuple[str, bytes] | None:
+        """Target and body of the request in ``data`` if it has this head, whatever those are, and is there whole.
 
         None otherwise; then it must be parsed.
         """
@@ -121,10 +114,10 @@ class KnownHead:
             self._target = target
         at += len(self._before)
         if not self._after:
-            return KnownRequest(target.decode(), b"") if at == len(data) else None
+            return (target.decode(), b"") if at == len(data) else None
         end = data.find(b"\r", at, at + _LENGTH_DIGITS_MAX + 1)
         digits = data[at:end]
         if end < 0 or not digits.isdigit() or not data.startswith(self._after, end):
             return None
         at = end + len(self._after)
-        return KnownRequest(target.decode(), data[at:]) if len(data) == at + int(digits) else None
+        return (target.decode(), data[at:]) if len(data) == at + int(digits) else None

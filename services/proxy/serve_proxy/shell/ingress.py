@@ -24,6 +24,7 @@ from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_common.routing.route_table import HttpChange
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
+from serve_proxy.shell.busy_polling import BusyPolling
 from serve_proxy.shell.captures import Captures, SampledRequest
 
 
@@ -63,8 +64,12 @@ class Ingress:
         on_applied: Callable[[], None],
         bus_wait_s: float,
         memory: UploadMemory | None = None,
+        polling: BusyPolling | None = None,
     ) -> None:
-        """``on_applied`` is called after each change of the routing state; ``bus_wait_s`` bounds `wait_open`."""
+        """``on_applied`` is called after each change of the routing state; ``bus_wait_s`` bounds `wait_open`.
+
+        ``polling`` is None where a lone request is not polled for.
+        """
         self.is_draining = False
         self.memory: Final = UploadMemory() if memory is None else memory
         """Memory budget for the bodies of all requests."""
@@ -76,6 +81,7 @@ class Ingress:
         self._http = http
         self._on_applied = on_applied
         self._bus_wait_s = bus_wait_s
+        self._polling = polling
         self.is_open = False
         """True once requests can be routed by the bucket's snapshots.
 
@@ -162,7 +168,10 @@ class Ingress:
                 on_response = self._capturing(sampled, on_response)
             if pending is not None:
                 on_response, on_error = _comparing(pending, on_response, on_error)
-        return self._dispatcher.start(spec, on_response, on_error)
+        call = self._dispatcher.start(spec, on_response, on_error)
+        if self._polling is not None:
+            self._polling.expect(call)
+        return call
 
     def _copy(self, spec: RequestSpec) -> tuple[PendingComparison | None, SampledRequest | None]:
         """Send copies to shadows, and decide whether their responses are compared, and the request is captured."""

@@ -42,8 +42,8 @@ class FrameSender:
         """The direct links that responses take, by reply subject; all others take the bus."""
         self.link_to: Callable[[bytes], DirectLink | None] = lambda _inbox: None
         """The open link to the router with an inbox."""
-        self._left: set[DirectLink | None] = set()
-        """Open links that their routers have left."""
+        self.left: Final[set[DirectLink | None]] = set()
+        """Open links that their routers have left; a frame that comes over one proves that this is not so."""
         self._on_bus: dict[bytes, OnBusBytes] = {}
         """By inbox."""
         self.now: Final = now
@@ -113,19 +113,14 @@ class FrameSender:
         """The open link to the router of a response that takes the bus, if any."""
         inbox = None if reply in self.links else parse_inbox(reply)
         link = None if inbox is None else self.link_to(inbox)
-        return None if link in self._left else link
+        return None if link in self.left else link
 
     def leave_link(self, reply: bytes) -> None:
         """The router of a response has left its link, of whose end this process may hear late: use it for no other."""
-        self._left.add(self.links.pop(reply))
-
-    def prove_alive(self, link: DirectLink) -> None:
-        """A frame came over ``link``."""
-        if self._left:
-            self._left.discard(link)
+        self.left.add(self.links.pop(reply))
 
     def drop_link(self, link: DirectLink) -> None:
         """A link has ended: its responses take the bus."""
-        self._left.discard(link)
+        self.left.discard(link)
         for reply in [reply for reply, used in self.links.items() if used is link]:
             del self.links[reply]

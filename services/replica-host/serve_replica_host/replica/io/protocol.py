@@ -104,6 +104,8 @@ class ReplicaProtocol:
         self._exchanges = self._slots.active
         self._frames = FrameSender(publish, now, pending_bytes)
         self._links = self._frames.links
+        self.get_link: Final[Callable[[bytes], DirectLink | None]] = self._links.get
+        """The link that the request with a reply subject came by; on any thread."""
         self._slots.on_left = self._forget_link
         self.offer_link: Callable[[bytes, str], LinkHead] = lambda _reply, _machine: LinkHead()
         """Answers a router that dials; set with `use_links`."""
@@ -192,17 +194,14 @@ class ReplicaProtocol:
             self._link_lost_at = self._now()
         self._idle_sockets.restart()
 
-    def get_link(self, reply: bytes) -> DirectLink | None:
-        """The link that the request with this reply subject came by; on any thread."""
-        return self._links.get(reply)
-
     def handle_link_frame(
         self, link: DirectLink, reply: bytes, payload: bytes | memoryview | SplitFrame
     ) -> None:
         """Process a frame that came over ``link`` for the request of ``reply``."""
         links = self._links
         links[reply] = link
-        self._frames.prove_alive(link)
+        if self._frames.left:
+            self._frames.left.discard(link)
         self._handle(reply, payload)
         exchange = self._exchanges.get(reply)
         if exchange is not None:
@@ -235,18 +234,18 @@ class ReplicaProtocol:
 
     def handle_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         """Process a frame."""
-        self._handle(reply, payload)
+        if is_inbox(reply):
+            self._handle(reply, payload)
+        else:
+            self._metrics.count_refused("reply_subject")
+            text = reply[:200].decode("utf-8", "replace")
+            self._bad_frames.log(self._now(), "frame_without_inbox", reply=text)
 
     def _handle(self, reply: bytes, payload: bytes | memoryview | SplitFrame) -> None:
         try:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
             self._bad_frames.log(self._now(), "frame_unreadable", error=str(error))
-            return
-        if not is_inbox(reply):
-            self._metrics.count_refused("reply_subject")
-            text = reply[:200].decode("utf-8", "replace")
-            self._bad_frames.log(self._now(), "frame_without_inbox", kind=type(head).__name__, reply=text)
             return
         if type(head) is RequestHead:
             self._on_request(reply, head, body)
@@ -308,7 +307,7 @@ class ReplicaProtocol:
 
     def _on_request(self, reply: bytes, head: RequestHead, body: bytes | memoryview) -> None:
         exchanges = self._exchanges
-        if reply in exchanges or reply in self._slots.recent or reply in self._waiting:
+        if reply in exchanges or reply in self._slots.recent or reply in self._waiting.by_reply:
             return  # a duplicate: the request must not run twice
         if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
             if self._may_wait(head, body):

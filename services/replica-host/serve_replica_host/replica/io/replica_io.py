@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+from binascii import hexlify
 from pathlib import Path
 from typing import Final, final
 
@@ -142,10 +143,6 @@ class ReplicaIO:
         self._metrics = metrics
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
-        self._user_queue: Mailbox[UserEvent] = Mailbox(user_loop, lambda item: self.user_executor.take(item))  # noqa: PLW0108 - created below
-        self._reader = SharedReader(
-            self._user_queue, self._frames.flush, self._lock, self._process_user_items
-        )
         self._protocol = ReplicaProtocol(
             publish=self._frames.publish,
             pending_bytes=lambda: self._frames.pending_bytes,
@@ -169,6 +166,10 @@ class ReplicaIO:
             lock=self._lock,
         )
         self.user_executor: Final = UserExecutor(code, self._put_for_io, self._direct, traces)
+        self._user_queue: Mailbox[UserEvent] = Mailbox(user_loop, self.user_executor.take)
+        self._reader = SharedReader(
+            self._user_queue, self._frames.flush, self._lock, self._process_user_items
+        )
         connection.reader = self._reader
         connection.after_messages = self._user_queue.wake
         connection.on_connected.append(self._on_connected)
@@ -261,7 +262,7 @@ class ReplicaIO:
         inbox = link.inbox
         if not inbox:
             return  # it has ended meanwhile
-        reply = inbox + token.hex().encode()
+        reply = inbox + hexlify(token)
         with self._lock:
             if not self._reader.is_on_user_loop:
                 self._user_queue.gather()  # the end of the read ends that

@@ -120,6 +120,8 @@ def to_response(result: Any) -> WholeResponse | PlainStream | Response:
     """
     if type(result) is bytes:
         return WholeResponse(200, _BYTES, result)
+    if type(result) is str:
+        return WholeResponse(200, TEXT, result.encode())
     if isinstance(result, bytes | bytearray | memoryview):
         return WholeResponse(200, _BYTES, bytes(result))
     if isinstance(result, str):

@@ -165,48 +165,48 @@ class SlotQueue:
     requests that are complete and whose router has no other replica to try.
     """
 
-    __slots__ = ("_active",)
+    __slots__ = ("by_reply",)
 
     def __init__(self) -> None:
-        self._active: dict[bytes, ReplicaRequest] = {}
+        self.by_reply: Final[dict[bytes, ReplicaRequest]] = {}
 
     def __len__(self) -> int:
-        return len(self._active)
+        return len(self.by_reply)
 
     def __contains__(self, reply: object) -> bool:
-        return reply in self._active
+        return reply in self.by_reply
 
     @property
     def is_full(self) -> bool:
         """True when no more requests may be queued."""
-        return len(self._active) >= WAITING_MAX
+        return len(self.by_reply) >= WAITING_MAX
 
     def add(self, exchange: ReplicaRequest) -> None:
         """Append a request."""
-        self._active[exchange.reply] = exchange
+        self.by_reply[exchange.reply] = exchange
 
     def __iter__(self) -> Iterator[ReplicaRequest]:
-        return iter(self._active.values())
+        return iter(self.by_reply.values())
 
     def discard(self, reply: bytes) -> ReplicaRequest | None:
         """Remove a request that was cancelled; None when it is not queued."""
-        return self._active.pop(reply, None)
+        return self.by_reply.pop(reply, None)
 
     def take_first(self) -> ReplicaRequest:
         """Remove and return the oldest request; there must be one."""
-        return self._active.pop(next(iter(self._active)))
+        return self.by_reply.pop(next(iter(self.by_reply)))
 
     def take_late(self, now: float) -> list[ReplicaRequest]:
         """Remove and return the requests past their deadlines."""
-        late = [exchange for exchange in self._active.values() if now >= exchange.deadline]
+        late = [exchange for exchange in self.by_reply.values() if now >= exchange.deadline]
         for exchange in late:
-            del self._active[exchange.reply]
+            del self.by_reply[exchange.reply]
         return late
 
     def take_all(self) -> list[ReplicaRequest]:
         """Remove and return all requests, in order."""
-        active = list(self._active.values())
-        self._active.clear()
+        active = list(self.by_reply.values())
+        self.by_reply.clear()
         return active
 
 
@@ -262,7 +262,7 @@ class Slots:
         self._metrics.count_response(status, seconds)
         if exchange.trace is not None:
             exchange.trace.end(status, now)
-        if self.waiting:
+        if self.waiting.by_reply:
             self._on_free()
 
     def _keep_or_forget(self, exchange: ReplicaRequest, now: float) -> None:

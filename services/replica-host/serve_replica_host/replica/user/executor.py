@@ -173,8 +173,8 @@ class UserExecutor:
         self._finish = self._end
         self._tasks = RequestTasks()
         self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
+        """Set when nothing runs any more; None while no task waits for that."""
 
     def take(self, item: UserEvent) -> None:
         """Process an item of the bus side."""
@@ -197,7 +197,10 @@ class UserExecutor:
 
     async def wait_idle(self) -> None:
         """Wait until no user code runs for any request, not even after its response was sent."""
-        await self._idle.wait()
+        if self._running:
+            if self._idle is None:
+                self._idle = asyncio.Event()
+            await self._idle.wait()
         if self._direct is not None:
             self._direct.flush()
 
@@ -206,8 +209,6 @@ class UserExecutor:
         await self._tasks.close(_CLOSE_TIMEOUT_S)
 
     def _start(self, exchange: ReplicaRequest) -> None:
-        if not self._running:
-            self._idle.clear()
         self._running += 1
         if (
             exchange.is_dropped
@@ -266,8 +267,9 @@ class UserExecutor:
 
     def _end(self, outcome: IoEvent) -> None:
         self._running -= 1
-        if not self._running:
+        if self._idle is not None and not self._running:
             self._idle.set()
+            self._idle = None
         if type(outcome) is WholeResponseEvent and self._direct is not None:
             self._direct.send(outcome)
         else:
