@@ -157,7 +157,8 @@ SECTIONS: Final = (
                 "MUSTER_DIRECT",
                 "What takes [direct links](../concepts.md#direct-links) between routers and replicas instead of NATS: "
                 "`off`, `bodies` (large bodies, streams and WebSockets) or `all` (also small requests, to replicas "
-                "that get many). Proxies and replica hosts read it.",
+                "that get many; a proxy then polls up to 0.2 ms for the response to a single one). Proxies and replica "
+                "hosts read it.",
             ),
             Variable(
                 "MUSTER_DIRECT_DIR", (BusSettings, "direct_dir"), "replicas accept none of their machine"

@@ -18,7 +18,7 @@ class BusyPolling:
     """Runs the loop without sleeping until the response to a request over a direct link is there, or `POLL_S` are over.
 
     Why: to wake a process that sleeps on another processor takes some 30 us in a virtual machine, which is more than
-    the router's whole work for a small request. Measured with one client, the no-op took a sixth less.
+    the router's whole work for a small request. Measured with one client, the no-op takes a sixth less.
 
     Why it costs little: the loop does everything else meanwhile; with more requests in flight it hardly sleeps anyway,
     so only a single one is polled for; and a poll in vain, as for a model that takes its time or a machine whose
