@@ -344,7 +344,7 @@ class Proxy:
 
 def _build_polling(settings: ProxySettings, dispatcher: Dispatcher) -> BusyPolling | None:
     """None where it would keep the replica from its processor, or few requests take links."""
-    if settings.bus.direct is not DirectMode.ALL or (os.cpu_count() or 1) == 1:
+    if settings.bus.direct is not DirectMode.ALL or len(os.sched_getaffinity(0)) == 1:
         return None
     return BusyPolling(dispatcher.calls, asyncio.get_running_loop().call_soon, time.perf_counter)
 

@@ -202,7 +202,7 @@ def test_only_what_may_run_twice_is_sent_again_and_not_for_ever() -> None:
 def test_silence_must_last_before_a_replica_counts_as_dead() -> None:
     failure_detector = FailureDetector()
     assert failure_detector.no_responders(R0, 1.0) == 0.0
-    assert failure_detector
+    assert failure_detector.suspects
     assert failure_detector.due(1.05) == []
     assert failure_detector.due(1.1) == [R0]
     assert failure_detector.no_responders(R0, 4.5) == 3.5
