@@ -294,16 +294,14 @@ class ReplicaIO:
     def _put_for_io(self, outcome: IoEvent) -> None:
         """Process an outcome: here and now what can overtake no other one of its request, else on the bus loop.
 
-        Here, a response that takes a link needs no other thread to wake up. Parts that come so fast that they are worth
-        gathering leave from the bus loop, all that there are by then.
+        Here, a response that takes a link of this machine needs no other thread to wake up. One with TLS is written by
+        its loop only, which would wait for the interpreter's lock as long as the user's code goes on. Parts that come
+        so fast that they are worth gathering leave from the bus loop, all that there are by then.
         """
         exchange, kind = outcome.exchange, type(outcome)
         if kind is not Taken:
-            if (
-                not exchange.is_direct
-                or exchange.is_queued
-                or self._protocol.get_link(exchange.reply) is None
-            ):
+            link = self._protocol.get_link(exchange.reply)
+            if not exchange.is_direct or exchange.is_queued or link is None or link.is_tcp:
                 exchange.is_queued = True
                 self._io_queue.put(outcome)
                 return

@@ -25,6 +25,7 @@ class RecordedLink:
     """A link that takes everything."""
 
     pending_bytes = 0
+    is_tcp = False
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -96,6 +97,20 @@ async def test_a_response_that_began_on_the_bus_loop_stays_in_order_when_its_req
     assert link.bodies == []
     await asyncio.sleep(0.01)
     assert b"".join(link.bodies) == b"firstsecondlast"
+    assert io.in_flight == 0
+
+
+async def test_a_stream_over_a_link_with_tls_leaves_from_the_bus_loop_which_alone_writes_there() -> None:
+    """Else that loop waits for the interpreter's lock, which a stream that never pauses holds for 5 ms."""
+    io, exchange, link = replica_with_request()
+    link.is_tcp = True
+    stream = ResponseStream(exchange, io._put_for_io)
+    stream.open(200, [], soon=False)
+    stream.put(b"first")
+    stream.end(b"last")
+    assert link.bodies == []
+    await asyncio.sleep(0.01)
+    assert b"".join(link.bodies) == b"firstlast"
     assert io.in_flight == 0
 
 
